@@ -1,0 +1,1 @@
+"""isostep: one update, any layout."""

@@ -1,0 +1,88 @@
+"""The `isostep` command: finds the command, turns errors into one line, returns the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .errors import InputError, IsostepError
+
+COMMANDS = {
+    "train": "train the built-in decoder on real text through one exact update",
+    "verify": "check the update against an independent reference, over a grid of layouts",
+    "inspect": "find parts of a model whose result depends on how the update is split",
+    "explain": "worked pictures of replicas, tokens and batches",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line on stderr and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+
+
+def positive_int(text: str) -> int:
+    """Argument type: an integer of 1 or more."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of 1 or more")
+    return value
+
+
+def write_json(path: str | None, document: dict[str, Any]) -> None:
+    """Write a document (which has `"schema": 1`) to `path`; nothing if `path` is None, stdout if it is "-".
+
+    Raises InputError where the file cannot be written.
+    """
+    if path is None:
+        return
+    text = json.dumps(document, indent=2) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError.of("--json", path, "a file that can be written", f"choose another path ({error.strerror})") from None
+
+
+def build_parser(names: Sequence[str]) -> Parser:
+    """The parser of all commands; only the modules of `names` are imported and configured."""
+    parser = Parser(prog="isostep", description="One optimizer update, any layout.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=summary, description=summary, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if name in names:
+            importlib.import_module(f"isostep.commands.{name}").configure(command)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns 0 fine, 1 a finding or a failed run, 2 bad usage or input, 130 interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = build_parser([a for a in arguments[:1] if a in COMMANDS]).parse_args(arguments)
+        return importlib.import_module(f"isostep.commands.{args.command}").run(args)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
+    except IsostepError as error:
+        print(f"isostep: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("isostep: interrupted; nothing is left running", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

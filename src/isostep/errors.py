@@ -1,0 +1,36 @@
+"""Errors that isostep raises. Each message says what was got, what was expected, and what to do."""
+
+from __future__ import annotations
+
+
+class IsostepError(Exception):
+    """Base of every error that isostep raises on purpose. `exit_code` is what the command line returns."""
+
+    exit_code = 1
+
+
+class InputError(IsostepError, ValueError):
+    """A value that the caller gave cannot be used; nothing was changed."""
+
+    exit_code = 2
+
+    @classmethod
+    def of(cls, name: str, got: object, expected: str, remedy: str) -> InputError:
+        """One line that names the offending value: got, expected, do this."""
+        return cls(f"{name}: got {got!r}, expected {expected}; {remedy}")
+
+
+class CoverageError(IsostepError):
+    """The examples that went into forward are not the examples of the group. Raised before the optimizer runs."""
+
+
+class NonFiniteError(IsostepError):
+    """A gradient is inf or NaN. Raised before the optimizer runs; the parameters are as before the update."""
+
+
+class OutOfMemoryError(IsostepError):
+    """Memory ran out where a smaller microbatch cannot be tried: at one example, or after the vote."""
+
+
+class PeerError(IsostepError):
+    """Another replica failed, was lost, or did not answer in time. The update was not applied."""

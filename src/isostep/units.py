@@ -1,0 +1,61 @@
+"""Example ids, their 64-bit mix, and the coverage that proves which examples an update really used.
+
+Coverage is a sum of mixed ids modulo 2**64 and a count. The sum does not depend on order, so replicas add
+theirs up; a lost, repeated or foreign example changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+MASK64 = (1 << 64) - 1
+
+
+def mix64(value: int) -> int:
+    """Finalizer of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators")."""
+    value = (value + 0x9E3779B97F4A7C15) & MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK64
+    return value ^ (value >> 31)
+
+
+def mix64_array(values: np.ndarray) -> np.ndarray:
+    """`mix64` of each element. values: uint64, any shape; returns the same shape and dtype."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def derive_key(*parts: int) -> int:
+    """One 64-bit key from integers in order: a different key for every different sequence, as far as 64 bits go."""
+    key = len(parts)
+    for part in parts:
+        key = mix64(key ^ mix64(part & MASK64))
+    return key
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Which examples, as a multiset: `hash` is the sum of `mix64(id)` modulo 2**64, `count` how many."""
+
+    hash: int = 0
+    count: int = 0
+
+    @classmethod
+    def of(cls, ids: Iterable[int]) -> Coverage:
+        """Coverage of these ids; an id that occurs twice counts twice."""
+        total = count = 0
+        for example_id in ids:
+            total += mix64(example_id & MASK64)
+            count += 1
+        return cls(total & MASK64, count)
+
+    def __add__(self, other: Coverage) -> Coverage:
+        return Coverage((self.hash + other.hash) & MASK64, self.count + other.count)
+
+    def __str__(self) -> str:
+        return f"{self.hash:016x}/{self.count}"
