@@ -1,1 +1,68 @@
-"""isostep: one update, any layout."""
+"""isostep: one update, any layout.
+
+Names are imported when they are first used, so that what needs no torch starts without it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .data.groups import groups, ready_groups
+    from .errors import CoverageError, IsostepError, NonFiniteError, OutOfMemoryError, PeerError
+    from .inspection import inspect
+    from .ledger import Ledger
+    from .loss_scale import LossScale
+    from .objective import Term, causal_lm, mse, token_cross_entropy
+    from .result import UpdateResult
+    from .updater import Updater
+
+_HOME = {
+    "CoverageError": "errors",
+    "IsostepError": "errors",
+    "Ledger": "ledger",
+    "LossScale": "loss_scale",
+    "NonFiniteError": "errors",
+    "OutOfMemoryError": "errors",
+    "PeerError": "errors",
+    "Term": "objective",
+    "UpdateResult": "result",
+    "Updater": "updater",
+    "causal_lm": "objective",
+    "groups": "data.groups",
+    "inspect": "inspection",
+    "mse": "objective",
+    "ready_groups": "data.groups",
+    "token_cross_entropy": "objective",
+}
+
+__all__ = [
+    "CoverageError",
+    "IsostepError",
+    "Ledger",
+    "LossScale",
+    "NonFiniteError",
+    "OutOfMemoryError",
+    "PeerError",
+    "Term",
+    "UpdateResult",
+    "Updater",
+    "causal_lm",
+    "groups",
+    "inspect",
+    "mse",
+    "ready_groups",
+    "token_cross_entropy",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

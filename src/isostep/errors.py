@@ -21,7 +21,7 @@ class InputError(IsostepError, ValueError):
 
 
 class CoverageError(IsostepError):
-    """The examples that went into forward are not the examples of the group. Raised before the optimizer runs."""
+    """The examples that went into forward are not the group's. Raised before the optimizer runs."""
 
 
 class NonFiniteError(IsostepError):
@@ -33,4 +33,8 @@ class OutOfMemoryError(IsostepError):
 
 
 class PeerError(IsostepError):
-    """Another replica failed, was lost, or did not answer in time. The update was not applied."""
+    """Another replica failed. The update was applied by nobody; this replica can go on if the others can."""
+
+
+class PeerLostError(PeerError):
+    """Another replica is gone, or did not answer in time. The process group has ended."""

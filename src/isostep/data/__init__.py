@@ -1,0 +1,1 @@
+"""Data sets, batches, and groups that carry data."""

@@ -1,0 +1,1 @@
+"""Everything that touches torch.distributed, and nothing else in the package does."""

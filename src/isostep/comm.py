@@ -1,0 +1,77 @@
+"""What an update needs from the other replicas, as a protocol; and the answer of a replica that is alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .gradients import GradientSums
+
+
+class Pending(Protocol):
+    """A sum over replicas that is under way."""
+
+    def wait(self) -> tuple[list[float], Tensor | None]:
+        """The summed host values and device values. Raises PeerLostError if a replica is lost or late."""
+        ...
+
+
+class Comm(Protocol):
+    """The replicas of one update. Every replica makes the same calls in the same order."""
+
+    replica: int
+    replicas: int
+
+    def sum(self, phase: str, host: Sequence[float], device: Tensor | None = None) -> Pending:
+        """Start one small all-reduce of host numbers and of a float64 device vector, added up in float64.
+
+        `phase` names what a late replica was waited for in.
+        """
+        ...
+
+    def reduce(self, gradients: GradientSums, backward: Callable[[], None] | None, present: Sequence[bool]) -> None:
+        """Replace each gradient by its SUM over replicas, in static bucket order.
+
+        backward: runs the replica's last backward, during which buckets whose gradients are final are sent; given by
+            every replica or by none.
+        present: per parameter, whether any replica is known to hold a gradient for it before that backward.
+        """
+        ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """A picklable value of every replica, in replica order. For error reports, not for the fast path."""
+        ...
+
+    def end(self) -> None:
+        """Give up: make the other replicas fail instead of wait."""
+        ...
+
+
+class _Known:
+    def __init__(self, host: Sequence[float], device: Tensor | None) -> None:
+        self._values = list(host), device
+
+    def wait(self) -> tuple[list[float], Tensor | None]:
+        return self._values
+
+
+class Solo:
+    """One replica: its own sums are the group's."""
+
+    replica = 0
+    replicas = 1
+
+    def sum(self, phase: str, host: Sequence[float], device: Tensor | None = None) -> Pending:
+        return _Known(host, device)
+
+    def reduce(self, gradients: GradientSums, backward: Callable[[], None] | None, present: Sequence[bool]) -> None:
+        if backward is not None:
+            backward()
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def end(self) -> None:
+        pass

@@ -1,0 +1,181 @@
+"""Replicas that are processes: `comm.Comm` over a torch process group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ..comm import Comm, Solo
+from ..errors import InputError, PeerLostError
+from ..gradients import GradientSums
+from .reduce import GradientReducer
+
+REPORT_SECONDS = 3.0
+
+
+def connect(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> tuple[nn.Module, Comm]:
+    """The plain module, and a Comm over its replicas.
+
+    A DistributedDataParallel wrapper is taken off: its averaging and its scaling are not used, its process group is.
+    Otherwise the replicas are the ranks of `process_group`, or of the default one if there is any. Parameters and
+    buffers of replica 0 go to all others, as DistributedDataParallel does when it is built.
+    Raises InputError for a registered communication hook, and if replicas hold different parameters.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model, process_group = unwrap(model), process_group or model.process_group
+    if not dist.is_available() or not dist.is_initialized():
+        return model, Solo()
+    group = process_group or dist.group.WORLD
+    assert group is not None
+    if dist.get_rank(group) < 0:
+        raise InputError.of("process_group", "a group without this rank", "one with it", "give this rank's group")
+    if dist.get_world_size(group) == 1:
+        return model, Solo()
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise InputError.of("model", "sharded parameters", "whole ones", "give the model before it is sharded")
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    comm = ProcessGroupComm(group, device)
+    comm.equalise(model)
+    return model, comm
+
+
+def unwrap(model: DistributedDataParallel) -> nn.Module:
+    """The module inside a DistributedDataParallel. Raises InputError where a communication hook is registered."""
+    hook = model._get_ddp_logging_data().get("comm_hook")
+    if hook:
+        raise InputError.of(
+            "DistributedDataParallel", f"communication hook {hook}", "none",
+            "gradients are reduced by isostep, so the hook would not run: leave it out",
+        )  # fmt: skip
+    return model.module
+
+
+class ProcessGroupComm:
+    """The replicas are the ranks of one process group.
+
+    Small vectors travel on the CPU where the group has a backend for it, else on the model's device.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.replica = dist.get_rank(group)
+        self.replicas = dist.get_world_size(group)
+        self._group = group
+        backends = dist.get_backend_config(group)
+        self._vector_device = torch.device("cpu") if "cpu:" in backends else device
+        self._reducer = GradientReducer(group, self._wait_for("reduce"))
+        self._reports = 0
+
+    def sum(self, phase: str, host: Sequence[float], device: Tensor | None = None) -> _PendingSum:
+        vector = torch.tensor(host, dtype=torch.float64)
+        vector = vector.to(self._vector_device, non_blocking=True)
+        if device is not None:
+            vector = torch.cat([vector, device.to(self._vector_device)])
+        with self._peers(phase):
+            work = dist.all_reduce(vector, group=self._group, async_op=True)
+        assert work is not None
+        return _PendingSum(vector, len(host), work, self._wait_for(phase))
+
+    def reduce(
+        self, gradients: GradientSums, backward: Callable[[], None] | None, present: Sequence[bool]
+    ) -> None:
+        self._reducer.reduce(gradients, backward, present)
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.replicas
+        with self._peers("report"):
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def end(self) -> None:
+        """Abort the process group: whoever waits for this replica fails instead."""
+        self._group.abort()
+
+    def equalise(self, model: nn.Module) -> None:
+        """Check that all replicas hold the same kind of model, then copy replica 0's tensors to all.
+
+        Raises InputError on every replica if names, shapes or dtypes differ.
+        """
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        described = [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()]
+        for replica, other in enumerate(self.gather(described)):
+            if other != described:
+                odd = next((pair for pair in zip(described, other, strict=False) if pair[0] != pair[1]), None)
+                raise InputError.of(
+                    f"model of replica {self.replica} against replica {replica}", odd or len(other),
+                    "the same tensors on every replica", "build the same model everywhere",
+                )  # fmt: skip
+        source = dist.get_global_rank(self._group, 0)
+        with self._peers("start"), torch.no_grad():
+            for tensor in tensors.values():
+                copy = tensor.contiguous()
+                dist.broadcast(copy, source, group=self._group)
+                tensor.copy_(copy)
+
+    def _wait_for(self, phase: str) -> Callable[[dist.Work], None]:
+        def wait(work: dist.Work) -> None:
+            with self._peers(phase):
+                work.wait()
+
+        return wait
+
+    @contextmanager
+    def _peers(self, phase: str) -> Iterator[None]:
+        """Turn a broken or late collective into a PeerLostError that says who is missing."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            missing = self._missing()
+            who = f"replica {', '.join(map(str, missing))}" if missing else "another replica"
+            first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise PeerLostError(
+                f"{phase} phase of the update: lost {who}, expected all {self.replicas} to answer; nothing was "
+                f"applied: see why it ended, then resume from the last checkpoint ({first_line})"
+            ) from error
+
+    def _missing(self) -> list[int]:
+        """Replicas that do not report within a few seconds that they, too, lost somebody. Empty if unknown."""
+        self.end()
+        self._reports += 1
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            prefix = f"isostep/lost/{self._group.group_name}/{self._reports}"
+            store.set(f"{prefix}/{self.replica}", "")
+            missing = [replica for replica in range(self.replicas) if replica != self.replica]
+            deadline = time.monotonic() + REPORT_SECONDS
+            while missing and time.monotonic() < deadline:
+                missing = [replica for replica in missing if not store.check([f"{prefix}/{replica}"])]
+                time.sleep(0.05)
+            return missing
+        except RuntimeError:
+            return []
+
+
+class _PendingSum:
+    def __init__(self, vector: Tensor, num_host: int, work: dist.Work, wait: Callable[[dist.Work], None]) -> None:
+        self._vector, self._num_host, self._work, self._wait = vector, num_host, work, wait
+
+    def wait(self) -> tuple[list[float], Tensor | None]:
+        self._wait(self._work)
+        values = self._vector.tolist()
+        return values[: self._num_host], torch.tensor(values[self._num_host :], dtype=torch.float64)
+
+
+def first_ranks(replicas: int) -> dist.ProcessGroup | None:
+    """A process group of the first `replicas` ranks; None on the other ranks. Every rank of the world calls this."""
+    group = dist.new_group(list(range(replicas)))
+    return group if dist.get_rank() < replicas else None
+
+
+def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """A picklable value of every rank of a group, in rank order."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

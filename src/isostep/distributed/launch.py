@@ -1,0 +1,97 @@
+"""Local workers through torchrun's elastic agent, or joining the workers that a launcher has started."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from ..errors import InputError, IsostepError, PeerError, PeerLostError
+
+Worker = Callable[..., Any]
+
+
+def launched() -> bool:
+    """Whether a launcher (torchrun, a scheduler) has started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def run_workers(procs: int, worker: Worker, *args: Any, timeout: float) -> Any:
+    """Run `worker(*args)` in `procs` local processes that share a process group; returns rank 0's result.
+
+    Under a launcher this process joins that launcher's world instead and returns its own worker's result. `timeout`,
+    in seconds, bounds every collective. worker and args must be picklable, and so must the result.
+    An error of a worker is raised here, in one line, after all workers have ended.
+    """
+    if launched():
+        return _in_process_group(worker, args, timeout, threads=None)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    threads = max(1, (os.cpu_count() or 1) // procs)
+    with tempfile.TemporaryDirectory(prefix="isostep-") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=procs,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=0.05,
+        )
+        try:
+            return elastic_launch(config, _guarded)(worker, args, timeout, threads, folder)[0]
+        except ChildFailedError as failure:
+            raise _first_error(Path(folder), failure) from None
+        except SignalException as stop:
+            raise KeyboardInterrupt from stop
+
+
+def _guarded(worker: Worker, args: tuple[Any, ...], timeout: float, threads: int, folder: str) -> Any:
+    """In a worker: an error becomes a file and an exit code, so that the launcher can show one line."""
+    try:
+        return _in_process_group(worker, args, timeout, threads)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        kind = "input" if isinstance(error, InputError) else "peer" if isinstance(error, PeerError) else "error"
+        name = "" if isinstance(error, IsostepError) else f"{type(error).__name__}: "
+        Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps([kind, f"{name}{error}"]))
+        sys.exit(getattr(error, "exit_code", 1))
+
+
+def _in_process_group(worker: Worker, args: tuple[Any, ...], timeout: float, threads: int | None) -> Any:
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=timeout)
+    )
+    try:
+        return worker(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _first_error(folder: Path, failure: ChildFailedError) -> IsostepError:
+    """The error to show: one that is not merely the loss of a peer, if there is any."""
+    errors = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    for kind, message in sorted(errors, key=lambda error: error[0] == "peer"):
+        return {"input": InputError, "peer": PeerError}.get(kind, IsostepError)(message)
+    rank, process = failure.get_first_failure()
+    reason = f"signal {-process.exitcode}" if process.exitcode < 0 else f"exit code {process.exitcode}"
+    return PeerLostError(f"worker {rank} ended with {reason}, expected it to finish; see what killed it (memory?)")

@@ -1,0 +1,134 @@
+"""What the phases of an update hand to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .comm import Comm
+from .gradients import GradientSums
+from .ledger import Counts
+from .loss_scale import LossScale
+from .memory import is_out_of_memory
+from .objective import Batch, Forward, Objective
+from .units import Coverage
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """The examples of one forward and backward on one replica. `ids` is None where the batch carries none."""
+
+    batch: Batch
+    examples: int
+    ids: tuple[int, ...] | None = None
+
+    @cached_property
+    def coverage(self) -> Coverage:
+        return Coverage.of(self.ids or ())
+
+
+class Work(Protocol):
+    """A group as the update sees it. Positions are -1 and `coverage` None where the order is not isostep's."""
+
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def positions(self) -> tuple[int, int]: ...
+    @property
+    def coverage(self) -> Coverage | None: ...
+    @property
+    def largest_microbatch(self) -> int: ...
+    @property
+    def more(self) -> bool:
+        """Whether this replica has data for another group."""
+        ...
+
+    def load(self, replica: int, replicas: int) -> list[Microbatch]:
+        """This replica's microbatches, in order."""
+        ...
+
+    def limited(self, examples_per_microbatch: int) -> Work:
+        """The same examples in smaller microbatches."""
+        ...
+
+    def settle(self, *, more: bool) -> None:
+        """Learn whether any replica has data for another group."""
+        ...
+
+
+@dataclass
+class Engine:
+    """Everything that an update works on. One per model; every replica holds the same values."""
+
+    model: nn.Module
+    gradients: GradientSums
+    objective: Objective
+    forward: Forward
+    comm: Comm
+    device: torch.device
+    optimizers: Sequence[torch.optim.Optimizer]
+    schedulers: Sequence[Any] = ()
+    loss_scale: LossScale | None = None
+    clip_norm: float | None = None
+    autocast: torch.dtype | None = None
+    overlap: bool = False
+    seed: int = 0
+    examples_that_fit: int | None = None
+    stop_requested: bool = False
+
+    def precision(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Phase 1's outcome, of the whole group. `factors[t]` is c_t / N_t, or None where N_t is 0."""
+
+    denominators: dict[str, float]
+    factors: tuple[float | None, ...]
+    counts: Counts
+    loss_scale: float | None
+    more: bool
+
+    @property
+    def empty(self) -> bool:
+        return all(factor is None for factor in self.factors)
+
+
+@dataclass
+class Attempt:
+    """Phase 2's outcome, of this replica. `last_loss` waits for its backward where reduction overlaps that."""
+
+    coverage: Coverage = Coverage()
+    ids: list[tuple[int, ...] | None] = field(default_factory=list)
+    sums: list[Tensor] = field(default_factory=list)
+    last_loss: Tensor | None = None
+    error: Exception | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep an error for the vote instead of raising it, so that no replica waits for one that failed."""
+        try:
+            yield
+        except Exception as error:
+            # The frames of a failed forward hold its activations: they must go before a smaller one is tried.
+            self.error = error.with_traceback(None) if is_out_of_memory(error) else error
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Phase 3's outcome, of all replicas. `sums` is S_t of the group, float64 [terms]."""
+
+    out_of_memory: bool
+    stop_requested: bool
+    coverage: Coverage
+    present: Sequence[bool]
+    sums: Tensor

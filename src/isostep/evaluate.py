@@ -1,0 +1,72 @@
+"""Exact validation: sums over all examples divided by their global counts, however it is split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .engine import Attempt, Engine, Microbatch
+from .ledger import Counts
+from .randomness import preserved
+from .result import objective_value, term_means
+from .update import counted_from, raise_shared, to_device, total_counts
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Means over every target of the data: `loss` with the terms' coefficients, `terms` without.
+
+    None where nothing was counted. denominators and counts are over all replicas.
+    """
+
+    loss: float | None
+    terms: dict[str, float | None]
+    denominators: dict[str, float]
+    counts: Counts
+
+
+def evaluate(engine: Engine, microbatches: Iterable[Microbatch]) -> EvaluationResult:
+    """The objective over this replica's microbatches and those of all others. One small all-reduce, at the end.
+
+    Runs in evaluation mode without gradients; modes and random generators are put back. Raises on every replica if
+    one failed.
+    """
+    attempt = Attempt()
+    width = len(engine.objective.terms)
+    totals = [0.0] * (width + 5)
+    sums = torch.zeros(width, dtype=torch.float64, device=engine.device)
+    with attempt.recording(), evaluating(engine.model), preserved(engine.device), torch.no_grad():
+        for microbatch in microbatches:
+            batch = to_device(microbatch.batch, engine.device)
+            with engine.precision():
+                outputs = engine.forward(engine.model, batch)
+            sums += torch.stack([_sum(term.sum_fn(outputs, batch)) for term in engine.objective.terms])
+            row = [1, microbatch.examples, *total_counts(engine.objective, [microbatch])]
+            totals = [total + value for total, value in zip(totals, row, strict=True)]
+    (failed, *values), group_sums = engine.comm.sum("evaluate", [attempt.error is not None, *totals], sums).wait()
+    if failed:
+        raise_shared(engine.comm, attempt.error, "evaluate")
+    assert group_sums is not None
+    counted = counted_from(engine, values)
+    means = term_means(counted.denominators, group_sums.tolist())
+    return EvaluationResult(objective_value(engine.objective, means), means, counted.denominators, counted.counts)
+
+
+def _sum(value: Tensor) -> Tensor:
+    return value.detach().to(torch.float64)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards every module is back in the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,4 @@
+def inspect(model, *a):
+    class R:
+        def raise_if_refused(self, allow=()): pass
+    return R()

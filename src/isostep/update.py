@@ -1,0 +1,393 @@
+"""THE update: count, local, vote, reduce, apply.
+
+However a group is split over microbatches and replicas, the optimizer sees the gradient of
+
+    sum over terms t of  c_t * (sum over the group of S_t) / (sum over the group of N_t)
+
+because denominators are known for the whole group before the first backward, and only SUMS are reduced.
+Nothing here knows process groups (see `comm.Comm`) or logs: an update returns what happened.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from .comm import Comm, Pending
+from .engine import Attempt, Counted, Engine, Microbatch, Verdict, Work
+from .errors import CoverageError, InputError, NonFiniteError, OutOfMemoryError, PeerError
+from .ledger import Counts
+from .memory import is_out_of_memory
+from .objective import Batch, Objective, Outputs
+from .randomness import microbatch_key, preserved, seed_generators
+from .result import Status, UpdateResult
+from .units import Coverage
+
+
+def run(engine: Engine, group: Work) -> UpdateResult:
+    """One attempted update: applied by every replica or by none.
+
+    Raises CoverageError, NonFiniteError, OutOfMemoryError or PeerError, and whatever model, objective or data raise;
+    up to and including the vote, an error leaves parameters and optimizers untouched on every replica.
+    """
+    if engine.examples_that_fit is not None and group.largest_microbatch > engine.examples_that_fit:
+        group = group.limited(engine.examples_that_fit)
+    halvings = 0
+    with preserved(engine.device):
+        while (result := attempted(engine, group, halvings)) is None:
+            group = halved(engine, group)
+            halvings += 1
+    return result
+
+
+def attempted(engine: Engine, group: Work, halvings: int) -> UpdateResult | None:
+    """The five phases in order. None where memory ran out in phase 2: nothing has changed, the group may be replayed."""
+    engine.gradients.begin()
+    try:
+        microbatches, counting = count(engine, group)
+        attempt = local(engine, group, microbatches, counting)
+        counted = counting.result()
+        verdict = vote(engine, group, attempt, counted)
+        if verdict.out_of_memory:
+            return None
+        status: Status = "empty"
+        norm = None
+        rates = tuple(float(g["lr"]) for optimizer in engine.optimizers for g in optimizer.param_groups)
+        if not counted.empty:
+            reduce(engine, attempt, verdict)
+            status, norm = apply(engine, group, attempt, counted)
+        group.settle(more=counted.more)
+    finally:
+        engine.gradients.clear()
+    return UpdateResult(
+        status=status,
+        epoch=group.epoch,
+        group=group.index,
+        positions=group.positions,
+        counts=counted.counts,
+        denominators=counted.denominators,
+        coverage=group.coverage or (verdict.coverage if verdict.coverage.count else None),
+        grad_norm=norm,
+        learning_rates=rates,
+        loss_scale=counted.loss_scale,
+        examples_per_microbatch=group.largest_microbatch,
+        halvings=halvings,
+        stop_requested=verdict.stop_requested,
+        _objective=engine.objective,
+        _sums=verdict.sums,
+        _device=engine.device,
+    )
+
+
+# --------------------------------------------------------------------------------------------- phase 1: count
+
+
+class Counting:
+    """Phase 1 under way: the counts travel while the first forward runs."""
+
+    def __init__(self, engine: Engine, pending: Pending, error: Exception | None) -> None:
+        self._engine, self._pending, self._error = engine, pending, error
+        self._counted: Counted | None = None
+
+    def result(self) -> Counted:
+        """The group's counts; waits for every replica, and takes replica 0's loss scale for all.
+
+        Raises on all replicas if loading or counting failed on one.
+        """
+        if self._counted is None:
+            (failed, more, scale, *values), _ = self._pending.wait()
+            if failed:
+                raise_shared(self._engine.comm, self._error, "count")
+            if self._engine.loss_scale is not None:
+                self._engine.loss_scale.scale = scale
+            self._counted = counted_from(self._engine, values, more=more > 0)
+        return self._counted
+
+
+def count(engine: Engine, group: Work) -> tuple[list[Microbatch], Counting]:
+    """Load this replica's microbatches, count their targets, and send the counts on their way. No forward."""
+    comm = engine.comm
+    microbatches: list[Microbatch] = []
+    totals = [0.0] * (len(engine.objective.terms) + 3)
+    error = None
+    try:
+        microbatches = group.load(comm.replica, comm.replicas)
+        totals = total_counts(engine.objective, microbatches)
+    except Exception as failure:
+        error, microbatches = failure, []
+    scale = engine.loss_scale.scale if engine.loss_scale is not None and comm.replica == 0 else 0.0
+    examples = sum(microbatch.examples for microbatch in microbatches)
+    pending = comm.sum("count", [error is not None, group.more, scale, len(microbatches), examples, *totals])
+    return microbatches, Counting(engine, pending, error)
+
+
+def total_counts(objective: Objective, microbatches: Sequence[Microbatch]) -> list[float]:
+    """N_t of every term, then supervised, total and padding tokens, summed over this replica's microbatches.
+
+    Integers are exact up to 2**53. One synchronisation if counts are on a device, none if batches are on the host.
+    """
+    totals = [0.0] * (len(objective.terms) + 3)
+    on_device: dict[int, list[Tensor]] = {}
+    for microbatch in microbatches:
+        for i, value in enumerate(objective.counts(microbatch.batch)):
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                on_device.setdefault(i, []).append(value.to(torch.float64))
+            else:
+                totals[i] += float(value)
+    if on_device:
+        sums = torch.stack([torch.stack(values).sum() for values in on_device.values()]).tolist()
+        for i, value in zip(on_device, sums, strict=True):
+            totals[i] += value
+    for name, total in zip(objective.names, totals, strict=False):
+        if not (math.isfinite(total) and total >= 0):
+            raise InputError.of(f"count of {name}", total, "a finite number of 0 or more", "mend its count_fn")
+    return totals
+
+
+def counted_from(engine: Engine, values: Sequence[float], *, more: bool = False) -> Counted:
+    """Denominators and counters from sums over all replicas: microbatches, examples, and `total_counts`."""
+    num_microbatches, examples, *totals = values
+    terms = engine.objective.terms
+    supervised, total, padding = totals[len(terms) :]
+    return Counted(
+        denominators={term.name: n for term, n in zip(terms, totals, strict=False)},
+        factors=tuple(term.coefficient / n if n else None for term, n in zip(terms, totals, strict=False)),
+        counts=Counts(
+            microbatches=int(num_microbatches),
+            examples=int(examples),
+            supervised_tokens=int(supervised),
+            total_tokens=int(total),
+            padding_tokens=int(padding),
+        ),
+        loss_scale=None if engine.loss_scale is None else engine.loss_scale.scale,
+        more=more,
+    )
+
+
+# --------------------------------------------------------------------------------------------- phase 2: local
+
+
+def local(engine: Engine, group: Work, microbatches: list[Microbatch], counting: Counting) -> Attempt:
+    """Run this replica's microbatches in order; gradients of weighted sums add up. No replica collective inside.
+
+    Empties `microbatches` as it goes. Where reduction overlaps, the last backward is left to phase 4.
+    """
+    attempt = Attempt()
+    index = 0
+    while microbatches and attempt.error is None:
+        microbatch = microbatches.pop(0)
+        with attempt.recording():
+            batch = to_device(microbatch.batch, engine.device)
+            outputs = forward(engine, group, attempt, microbatch, batch, index)
+        counted = counting.result()
+        if attempt.error is not None or counted.empty:
+            break
+        with attempt.recording():
+            loss = weighted_loss(engine.objective, counted, outputs, batch, attempt)
+            if engine.overlap and engine.comm.replicas > 1 and not microbatches:
+                attempt.last_loss = loss
+            else:
+                backward(loss)
+        index += 1
+    return attempt
+
+
+def forward(
+    engine: Engine, group: Work, attempt: Attempt, microbatch: Microbatch, batch: Batch, index: int
+) -> Outputs:
+    """One forward with keyed draws; what went in is added to the coverage."""
+    seed_generators(engine.device, microbatch_key(engine.seed, group.epoch, microbatch.coverage, index))
+    attempt.coverage += microbatch.coverage
+    attempt.ids.append(microbatch.ids)
+    with engine.precision():
+        return engine.forward(engine.model, batch)
+
+
+def weighted_loss(
+    objective: Objective, counted: Counted, outputs: Outputs, batch: Batch, attempt: Attempt
+) -> Tensor:
+    """This microbatch's share of the objective: sum of S_t * c_t / N_t, scaled. Remembers S_t.
+
+    A term that is empty in the whole group is left out. c_t / N_t is a host float64, so a sum in float32 gets the
+    correctly rounded quotient.
+    """
+    scale = 1.0 if counted.loss_scale is None else counted.loss_scale
+    total: Tensor | None = None
+    sums: list[Tensor] = []
+    for term, factor in zip(objective.terms, counted.factors, strict=True):
+        if factor is None:
+            sums.append(torch.zeros((), dtype=torch.float64))
+            continue
+        value = term.sum_fn(outputs, batch)
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise InputError.of(f"sum of {term.name}", got, "a scalar tensor", "add up the losses in its sum_fn")
+        value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+        sums.append(value.detach().to(torch.float64))
+        share = value * (factor * scale)
+        total = share if total is None else total + share
+    assert total is not None, "an empty group has no loss"
+    device = total.device
+    attempt.sums.append(torch.stack([s.to(device) for s in sums]))
+    return total
+
+
+def backward(loss: Tensor | None) -> None:
+    """Add a microbatch's gradients to the sums. No loss, or one that no parameter reaches, adds nothing."""
+    if loss is not None and loss.requires_grad:
+        loss.backward()
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with every tensor on `device`; mappings become dicts, tuples and lists keep their type."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch.to(device) if hasattr(batch, "to") else batch
+
+
+# ---------------------------------------------------------------------------------------------- phase 3: vote
+
+
+def vote(engine: Engine, group: Work, attempt: Attempt, counted: Counted) -> Verdict:
+    """One small all-reduce: status, coverage, which parameters have gradients, and the loss sums.
+
+    Raises on every replica if one failed, or if the ids that went into forward are not the group's.
+    """
+    error = attempt.error
+    out_of_memory = error is not None and is_out_of_memory(error)
+    seen = attempt.coverage
+    host = [
+        out_of_memory,
+        error is not None and not out_of_memory,
+        engine.stop_requested,
+        seen.hash >> 32,
+        seen.hash & 0xFFFFFFFF,
+        seen.count,
+        *engine.gradients.present(),
+    ]
+    zero = torch.zeros(len(engine.objective.terms), dtype=torch.float64, device=engine.device)
+    sums = torch.stack(attempt.sums).sum(0) if attempt.sums else zero
+    (oom, failed, stop, high, low, num_seen, *present), sums = engine.comm.sum("vote", host, sums).wait()
+    if failed:
+        raise_shared(engine.comm, error, "local")
+    total = Coverage((int(high) << 32) + int(low) & (1 << 64) - 1, int(num_seen))
+    if not (oom or counted.empty):
+        check_coverage(group, total)
+    assert sums is not None
+    return Verdict(oom > 0, stop > 0, total, [p > 0 for p in present], sums)
+
+
+def check_coverage(group: Work, seen: Coverage) -> None:
+    """Raise CoverageError unless the examples that went into forward are the group's, each once."""
+    if group.coverage is not None and seen != group.coverage:
+        raise CoverageError(
+            f"coverage of epoch {group.epoch}, group {group.index}: got {seen.count} examples with hash "
+            f"{seen.hash:016x} in forward, expected {group.coverage.count} with hash {group.coverage.hash:016x}; "
+            "a loader lost, repeated or swapped examples: check what it returns for the ids it is given"
+        )
+
+
+def halved(engine: Engine, group: Work) -> Work:
+    """The group in microbatches of half the size, remembered for later groups. Same objective, more accumulation."""
+    size = group.largest_microbatch
+    if size <= 1:
+        raise OutOfMemoryError(
+            "memory: got out of memory with 1 example per microbatch, expected room for one; "
+            "use shorter examples, a smaller model, lower precision or activation checkpointing"
+        )
+    engine.examples_that_fit = -(-size // 2)
+    return group.limited(engine.examples_that_fit)
+
+
+def raise_shared(comm: Comm, error: Exception | None, phase: str) -> NoReturn:
+    """Raise on every replica what failed on one: the error itself there, a PeerError that quotes it elsewhere."""
+    reports = comm.gather(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    replica, report = next((i, report) for i, report in enumerate(reports) if report is not None)
+    raise PeerError(f"replica {replica} failed in the {phase} phase of the update, which nobody applied: {report}")
+
+
+# -------------------------------------------------------------------------------------------- phase 4: reduce
+
+
+def reduce(engine: Engine, attempt: Attempt, verdict: Verdict) -> None:
+    """Gradient sums over replicas, once, in static bucket order; overlapped with the last backward if asked for."""
+    last_loss, attempt.last_loss = attempt.last_loss, None
+    last_backward = partial(backward, last_loss) if engine.overlap else None
+    with final(engine):
+        engine.comm.reduce(engine.gradients, last_backward, verdict.present)
+
+
+@contextmanager
+def final(engine: Engine) -> Iterator[None]:
+    """After the vote a failure on one replica cannot be taken back by the others: it ends the run for all."""
+    try:
+        yield
+    except BaseException as error:
+        engine.comm.end()
+        if is_out_of_memory(error):
+            raise OutOfMemoryError(
+                f"memory: got out of memory after the vote ({error}), expected room for gradients and optimizer "
+                "state; resume from the last checkpoint with fewer examples per microbatch"
+            ) from error
+        raise
+
+
+# --------------------------------------------------------------------------------------------- phase 5: apply
+
+
+def apply(engine: Engine, group: Work, attempt: Attempt, counted: Counted) -> tuple[Status, float]:
+    """Judge, unscale, clip, and run optimizers and schedulers. Returns the status and the norm before clipping.
+
+    After phase 4 every replica holds the same gradients, so their norm is one verdict for all.
+    """
+    gradients = engine.gradients
+    scale = 1.0 if counted.loss_scale is None else counted.loss_scale
+    norm = gradients.norm() / scale
+    if not math.isfinite(norm):
+        if engine.loss_scale is None:
+            raise_non_finite(engine, group, attempt, norm)
+        engine.loss_scale.record(finite=False)
+        return "skipped", norm
+    if not any(gradients.present()):
+        raise InputError.of("gradients", "none", "a gradient for some parameter", "let the loss depend on the model")
+    gradients.scale(clip_factor(norm, engine.clip_norm) / scale)
+    gradients.hand_over()
+    with final(engine):
+        for optimizer in engine.optimizers:
+            optimizer.step()
+    if engine.loss_scale is not None:
+        engine.loss_scale.record(finite=True)
+    for scheduler in engine.schedulers:
+        scheduler.step()
+    return "applied", norm
+
+
+def clip_factor(norm: float, clip_norm: float | None) -> float:
+    """min(1, clip_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ has it; 1 without clipping."""
+    return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
+
+
+def raise_non_finite(engine: Engine, group: Work, attempt: Attempt, norm: float) -> NoReturn:
+    """Raise NonFiniteError on every replica, naming the microbatches whose loss was not finite."""
+    finite = torch.stack(attempt.sums).isfinite().all(1).tolist() if attempt.sums else []
+    mine = [ids for ids, ok in zip(attempt.ids, finite, strict=True) if not ok and ids is not None]
+    suspects = [list(ids) for found in engine.comm.gather(mine) for ids in found]
+    where = f"microbatches with such a loss, by example ids: {suspects}" if suspects else "every loss was finite"
+    raise NonFiniteError(
+        f"gradient norm of epoch {group.epoch}, group {group.index}: got {norm}, expected a finite number; "
+        f"{where}; nothing was applied: mend or leave out the data, or lower the learning rate"
+    )

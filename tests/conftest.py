@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from pool import Pool
+
+MAX_REPLICAS = 4
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Up to four replicas in real processes, shared by all tests."""
+    workers = Pool(MAX_REPLICAS)
+    yield workers
+    workers.close()
