@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 from isostep.cli import main
 from isostep.errors import InputError
-from isostep.inspect import KINDS, inspect
+from isostep.inspection import KINDS, inspect
 from isostep.models.decoder import Decoder, DecoderConfig
 
 

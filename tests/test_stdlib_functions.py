@@ -83,6 +83,7 @@ def test_labels_mask_exactly_begin_and_prompt(train: StdlibFunctions) -> None:
         assert (labels[:num_masked] == IGNORE).all()
         assert torch.equal(labels[num_masked:], ids[num_masked:])
         prompt, completion = bytes(ids[1:num_masked].tolist()), bytes(ids[num_masked:-1].tolist())
+        assert prompt.endswith(b"\n")
         only_docstring = ast.parse(prompt).body[0]  # the prompt alone is a whole function: its docstring
         whole = ast.parse(prompt + completion).body[0]
         assert isinstance(only_docstring, ast.FunctionDef | ast.AsyncFunctionDef)

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .ledger import Counts, UpdateDone
+from .ledger import Counts, UpdateDone, format_hash
 from .memory import peak_bytes
 from .objective import Objective
 from .units import Coverage
@@ -76,7 +76,7 @@ class UpdateResult:
 
     def event(self, attempted: int, seconds: float | None = None) -> UpdateDone:
         """This update as a ledger event; `attempted` is its number, from 1."""
-        coverage = self.coverage or Coverage()
+        coverage = self.coverage or Coverage(count=self.counts.examples)
         return UpdateDone(
             attempted=attempted,
             epoch=self.epoch,
@@ -84,8 +84,8 @@ class UpdateResult:
             start=self.positions[0],
             stop=self.positions[1],
             status=self.status,
-            ids_hash=f"{coverage.hash:016x}",
-            num_examples=self.counts.examples,
+            ids_hash=format_hash(coverage),
+            num_examples=coverage.count,
             coverage="proved" if self.coverage and self.positions[0] >= 0 else "unknown",
             counters=self.counts,
             denominators=self.denominators,

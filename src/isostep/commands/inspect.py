@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     """Inspect one model. Returns 0, or 1 if something is refused. Raises InputError for bad input."""
     with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is not part of the document
         model = _built_in_decoder() if args.model is None else _build(args.model)
-    from ..inspect import inspect
+    from ..inspection import inspect
 
     inspection = inspect(model).allowing(args.allow)
     write_json(

@@ -29,7 +29,7 @@ class Bucket:
     dtype: torch.dtype
 
 
-def cut_buckets(gradients: GradientSums, limit: int = BUCKET_BYTES) -> list[Bucket]:
+def cut_buckets(gradients: GradientSums, limit: int) -> list[Bucket]:
     """Trainable parameters in reverse model order, cut where the dtype changes or `limit` bytes are exceeded.
 
     Depends on the model alone, so every replica cuts the same buckets.
@@ -85,7 +85,7 @@ class GradientReducer:
     def _buckets_of(self, gradients: GradientSums) -> list[Bucket]:
         trainable = tuple(p.requires_grad for p in gradients.parameters)
         if trainable != self._trainable:
-            self._trainable, self._buckets = trainable, cut_buckets(gradients)
+            self._trainable, self._buckets = trainable, cut_buckets(gradients, BUCKET_BYTES)
         return self._buckets
 
     def _anywhere(self, here: Sequence[bool], sending: _Sending) -> list[bool]:
