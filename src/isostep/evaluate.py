@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .engine import Attempt, Engine, Microbatch
 from .ledger import Counts
@@ -44,7 +44,8 @@ def evaluate(engine: Engine, microbatches: Iterable[Microbatch]) -> EvaluationRe
             batch = to_device(microbatch.batch, engine.device)
             with engine.precision():
                 outputs = engine.forward(engine.model, batch)
-            sums += torch.stack([_sum(term.sum_fn(outputs, batch)) for term in engine.objective.terms])
+            terms = engine.objective.terms
+            sums += torch.stack([term.sum_of(outputs, batch).to(torch.float64) for term in terms])
             row = [1, microbatch.examples, *total_counts(engine.objective, [microbatch])]
             totals = [total + value for total, value in zip(totals, row, strict=True)]
     (failed, *values), group_sums = engine.comm.sum("evaluate", [attempt.error is not None, *totals], sums).wait()
@@ -56,10 +57,6 @@ def evaluate(engine: Engine, microbatches: Iterable[Microbatch]) -> EvaluationRe
     return EvaluationResult(objective_value(engine.objective, means), means, counted.denominators, counted.counts)
 
 
-def _sum(value: Tensor) -> Tensor:
-    return value.detach().to(torch.float64)
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode; afterwards every module is back in the mode that it had."""
@@ -68,5 +65,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, training in modes:
+        for module, training in modes:  # parents first: a child's own mode comes last
+            if module.training != training:
+                module.train(training)  # which may do more than set the flag
             module.training = training

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from math import ceil, isqrt
+from math import isqrt
 from typing import Literal
 
 import numpy as np
@@ -36,7 +36,7 @@ class EpochOrder:
             raise InputError.of("data set size", size, "1 to 2**62 - 1 examples", "give a data set with examples")
         self.size = size
         self._a = np.uint64(isqrt(size - 1) + 1)
-        self._b = np.uint64(ceil(size / int(self._a)))
+        self._b = np.uint64(-(-size // int(self._a)))
         self._keys = [np.uint64(derive_key(seed, epoch, i)) for i in range(ROUNDS)]
 
     def ids(self, start: int, stop: int) -> list[int]:
@@ -162,6 +162,8 @@ class GroupPlan:
         _one_budget(self, "examples_per_microbatch", "tokens_per_microbatch")
         if (self.tokens_per_update or self.tokens_per_microbatch) and self.length_of is None:
             raise InputError.of("length_of", None, "a function id -> tokens", "a budget of tokens needs lengths")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise InputError.of("seed", self.seed, "an int", "give one")
         if self.last_group not in ("keep", "drop"):
             raise InputError.of("last_group", self.last_group, "'keep' or 'drop'", "choose one")
         if self.last_group == "drop" and self.updates_per_epoch == 0:
@@ -190,8 +192,10 @@ class GroupPlan:
         size = self.examples_per_update
         if size is None:
             raise InputError.of("group index", index, "a cursor", "a budget of tokens must be walked: use `walk`")
-        cursor = Cursor(epoch, min(index * size, self.num_examples), index)
-        return self._group(cursor, self.order(epoch))
+        if not 0 <= index * size < self.num_examples:
+            last = (self.num_examples - 1) // size
+            raise InputError.of("group index", index, f"0 to {last}, the last of an epoch", "stay in the epoch")
+        return self._group(Cursor(epoch, index * size, index), self.order(epoch))
 
     def walk(self, cursor: Cursor, epochs: int) -> Iterator[tuple[Group, bool]]:
         """Groups from `cursor` to the end of epoch number `epochs` - 1, each with whether it is to be dropped."""

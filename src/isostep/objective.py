@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
@@ -55,6 +56,24 @@ class Term:
         """`0.5 * mse`: the same term with its coefficient multiplied."""
         return replace(self, coefficient=factor * self.coefficient)
 
+    def sum_of(self, outputs: Outputs, batch: Batch) -> Tensor:
+        """S_t of one microbatch, in float32 or wider. Raises InputError unless sum_fn gives a scalar tensor."""
+        value = self.sum_fn(outputs, batch)
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise InputError.of(
+                f"sum of {self.name}", got, "a scalar tensor", "add up the losses in its sum_fn"
+            )
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+    def count_of(self, batch: Batch) -> int | float | Tensor:
+        """N_t of one microbatch. Raises InputError unless count_fn gives one number."""
+        value = self.count_fn(batch)
+        if not (isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)):
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise InputError.of(f"count of {self.name}", got, "one number", "add up the counts in its count_fn")
+        return value
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -72,7 +91,7 @@ class Objective:
         """An objective from itself, from one term, or from several."""
         if isinstance(objective, Objective):
             return objective
-        terms = (objective,) if isinstance(objective, Term) else tuple(objective)
+        terms = tuple(objective) if isinstance(objective, Iterable) else (objective,)
         for term in terms:
             if not isinstance(term, Term):
                 raise InputError.of(
@@ -87,7 +106,7 @@ class Objective:
 
     def counts(self, batch: Batch) -> list[int | float | Tensor]:
         """N_t of one microbatch for every term, then its supervised, total and padding tokens."""
-        counts = [term.count_fn(batch) for term in self.terms]
+        counts = [term.count_of(batch) for term in self.terms]
         first = self.terms[0]
         supervised = counts[0] if first.supervised_fn is None else first.supervised_fn(batch)
         return [*counts, supervised, *token_counts(batch)]
@@ -120,15 +139,16 @@ def logits_of(outputs: Outputs) -> Tensor:
 
     float16 and bfloat16 are converted to float32, so that losses are summed in float32; others are left as they are.
     """
+    logits = outputs
     if not isinstance(outputs, Tensor):
         found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
-        outputs = _element(outputs, 0) if found is None else found
-    if not isinstance(outputs, Tensor):
+        logits = _element(outputs, 0) if found is None else found
+    if not isinstance(logits, Tensor):
         raise InputError.of(
             "model output", type(outputs).__name__, "a tensor, or something with `logits`",
             "write a Term whose sum_fn reads it",
         )  # fmt: skip
-    return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
 def labels_of(batch: Batch) -> Tensor:
@@ -136,8 +156,8 @@ def labels_of(batch: Batch) -> Tensor:
     labels = batch.get("labels") if isinstance(batch, Mapping) else _element(batch, 1)
     if not isinstance(labels, Tensor):
         raise InputError.of(
-            "batch", list(batch) if isinstance(batch, Mapping) else type(batch).__name__,
-            "an entry 'labels' or a pair (inputs, labels)", "rename it, or write a Term of your own",
+            "batch", _types(batch), "a tensor 'labels' in a mapping, or a pair (inputs, labels)",
+            "rename or convert it, or write a Term of your own",
         )  # fmt: skip
     return labels
 
@@ -206,6 +226,15 @@ mse = Term("mse", _squared_error_sum, lambda batch: labels_of(batch).numel())
 
 def _element(values: Any, index: int) -> Any:
     return values[index] if isinstance(values, (tuple, list)) and len(values) > index else None
+
+
+def _types(batch: Batch) -> str | list[str] | dict[Any, str]:
+    """What a batch is made of, for messages: type names, one per entry."""
+    if isinstance(batch, Mapping):
+        return {key: type(value).__name__ for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return [type(value).__name__ for value in batch]
+    return type(batch).__name__
 
 
 @cache

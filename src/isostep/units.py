@@ -23,7 +23,7 @@ def mix64(value: int) -> int:
 
 
 def mix64_array(values: np.ndarray) -> np.ndarray:
-    """`mix64` of each element. values: uint64, any shape; returns the same shape and dtype."""
+    """`mix64` of each element. values: uint64, one dimension or more; returns its like."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -50,7 +50,7 @@ class Coverage:
         """Coverage of these ids; an id that occurs twice counts twice."""
         total = count = 0
         for example_id in ids:
-            total += mix64(example_id & MASK64)
+            total += mix64(int(example_id) & MASK64)
             count += 1
         return cls(total & MASK64, count)
 

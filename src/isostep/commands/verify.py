@@ -29,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of data and order (default 0)")
     parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
     parser.add_argument("--overlap", action="store_true", help="reduce during each replica's last backward")
+    parser.add_argument("--ddp", action="store_true", help="wrap the model in DistributedDataParallel first")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that any collective may take (default 60)")
     parser.add_argument("--json", metavar="FILE", help="write the document here, - for standard output")
 
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace, setup: Any = None) -> int:
         seed=args.seed,
         dtype=getattr(torch, args.dtype),
         overlap=args.overlap,
+        ddp=args.ddp,
         setup=setup,
     )
     document = run_workers(args.procs, verify_worker, options, timeout=args.timeout)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from ..engine import Microbatch
@@ -61,7 +63,8 @@ class DataGroup:
         microbatches = []
         for ids in self.group.microbatches_of(replica, replicas):
             batch = self.fetch(ids)
-            microbatches.append(Microbatch(batch, len(ids), ids_of(batch) or ids))
+            said = ids_of(batch)
+            microbatches.append(Microbatch(batch, len(ids), ids if said is None else said))
         return microbatches
 
     def limited(self, examples_per_microbatch: int) -> DataGroup:
@@ -154,6 +157,8 @@ def groups(
             "data", type(data).__name__, "a map-style data set with len() and [i]",
             "use ready_groups(...) for a DataLoader or another iterable of batches",
         )  # fmt: skip
+    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+        raise InputError.of("epochs", epochs, "a whole number of 1 or more", "give a positive number")
     if examples_per_microbatch is None and tokens_per_microbatch is None:
         examples_per_microbatch = 1
     lengths = getattr(data, "lengths", None)
@@ -174,14 +179,15 @@ def ready_groups(batches: Iterable[Batch], *, microbatches_per_replica: int, epo
     """Groups of batches that come ready made, from a DataLoader or any iterable: each replica brings its own.
 
     Every group takes up to `microbatches_per_replica` of them. Replicas may run out at different times: those without
-    data join with an empty group until the last one is done, which each learns from `Updater.update`.
+    data join with an empty group until the last one is done, which each learns from `Updater.update`. So every
+    replica has one group at least, even where no replica has data.
     """
     if microbatches_per_replica < 1:
         raise InputError.of("microbatches_per_replica", microbatches_per_replica, "1 or more", "give a positive size")
     iterator = iter(batches)
     waiting = _take(iterator, microbatches_per_replica)
     index = 0
-    more = bool(waiting)
+    more = True
     while more:
         current, waiting = waiting, _take(iterator, microbatches_per_replica)
         group = ReadyGroup(current, epoch=epoch, index=index, more=bool(waiting))
@@ -192,11 +198,12 @@ def ready_groups(batches: Iterable[Batch], *, microbatches_per_replica: int, epo
 def ids_of(batch: Batch) -> tuple[int, ...] | None:
     """The ids that a batch itself carries: its integer entry `id`; None where it has none."""
     ids = batch.get("id") if isinstance(batch, Mapping) else None
-    if isinstance(ids, Tensor):
-        return None if ids.is_floating_point() else tuple(ids.flatten().tolist())
-    if isinstance(ids, (list, tuple)) and ids and all(isinstance(i, int) for i in ids):
-        return tuple(ids)
-    return None
+    if isinstance(ids, (Tensor, np.ndarray)):
+        ids = ids.reshape(-1).tolist()
+    try:
+        return tuple(map(operator.index, ids if isinstance(ids, (list, tuple)) else [ids]))
+    except TypeError:
+        return None
 
 
 def count_examples(batch: Batch) -> int:
@@ -218,10 +225,14 @@ def _take(iterator: Iterator[Batch], count: int) -> list[Batch]:
 def _cursor(plan: GroupPlan, start: int | Cursor) -> Cursor:
     if isinstance(start, Cursor):
         return start
+    if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+        raise InputError.of("start", start, "0 or more groups done, or a Cursor", "give Updater.cursor")
     per_epoch = plan.updates_per_epoch
     if per_epoch is None or plan.examples_per_update is None:
         if start:
             raise InputError.of("start", start, "a Cursor", "a budget of tokens resumes from Updater.cursor")
         return Cursor()
-    epoch, index = divmod(start, per_epoch)
-    return Cursor(epoch, index * plan.examples_per_update, index)
+    if start == 0:
+        return Cursor()
+    epoch, before = divmod(start - 1, per_epoch)  # behind the last group that is done, like its own cursor
+    return Cursor(epoch, min((before + 1) * plan.examples_per_update, plan.num_examples), before + 1)

@@ -179,3 +179,8 @@ def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def wrapped(model: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
+    """The model as people hand it over who used DistributedDataParallel before."""
+    return DistributedDataParallel(model, process_group=group)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..data.groups import groups
-from ..distributed.comm import first_ranks, gathered
+from ..distributed.comm import first_ranks, gathered, wrapped
 from ..distributed.traffic import watched
 from ..errors import PeerLostError
+from ..layout import Layout
 from ..units import Coverage
 from ..updater import Updater
 from .problem import CLIP_NORM, COEFFICIENT, build_examples, build_model, objective
@@ -28,7 +29,7 @@ SMALL_COLLECTIVES = {2, 3}
 
 @dataclass(frozen=True)
 class Options:
-    """What to verify. `setup` is called in every worker first (tests break the engine with it)."""
+    """What to verify. `ddp` wraps the model in DistributedDataParallel first. `setup` is called in every worker first (tests break the engine with it)."""
 
     layouts: tuple[tuple[int, int], ...]
     num_examples: int = 13
@@ -36,6 +37,7 @@ class Options:
     seed: int = 0
     dtype: torch.dtype = torch.float64
     overlap: bool = False
+    ddp: bool = False
     setup: Callable[[], None] | None = None
 
 
@@ -84,7 +86,12 @@ def observe(
     model = build_model(options.dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     updater = Updater(
-        model, optimizer, objective(), clip_norm=CLIP_NORM, overlap=options.overlap, process_group=group
+        wrapped(model, group) if options.ddp else model,
+        optimizer,
+        objective(),
+        clip_norm=CLIP_NORM,
+        overlap=options.overlap,
+        process_group=group,
     )
     seen: list[int] = []
     handed_over: list[dict[str, Tensor]] = []
@@ -151,7 +158,7 @@ def _report(
     """One entry of `layouts`, from what all replicas saw; `problems` says why it is not ok."""
     first = observed[0]
     num_examples = reference.num_examples
-    accumulate = math.ceil(math.ceil(num_examples / examples_per_microbatch) / replicas)
+    accumulate = Layout(examples_per_microbatch, replicas).accumulate(num_examples)
     ids = [example_id for replica in observed for example_id in replica.ids]
     worst = max((o.error for o in observed), key=lambda error: error[0])
     loss_error = math.inf if first.loss is None else abs(first.loss - reference.loss) / abs(reference.loss)

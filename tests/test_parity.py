@@ -1,0 +1,267 @@
+"""Every layout gives the gradient of the torch-only reference; the same composition gives the same bits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import Pool
+from torch import Tensor, nn
+
+from isostep import Term, Updater, causal_lm, groups, token_cross_entropy
+from isostep.distributed import reduce
+from isostep.distributed.traffic import watched
+from isostep.models.decoder import Decoder, DecoderConfig
+from isostep.verification.grid import Options, verify_worker
+from isostep.verification.problem import COEFFICIENT, build_examples, build_model, objective
+from isostep.verification.reference import gradient_error, reference_update
+
+ALL_LAYOUTS = tuple((m, replicas) for m in (1, 2, 3, 4, 5, 13) for replicas in (1, 2, 3, 4))
+COVERING = ((1, 1), (3, 1), (1, 2), (13, 2), (2, 3), (5, 3), (3, 4), (4, 4))
+
+
+def _verify(_: Any, options: Options, bucket_bytes: int | None) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        if bucket_bytes is not None:
+            patch.setattr(reduce, "BUCKET_BYTES", bucket_bytes)
+        return verify_worker(options)
+
+
+def _assert_passed(pool: Pool, options: Options) -> None:
+    document = pool.run(pool.size, _verify, options, None, timeout=100)[0]
+    assert document["passed"], [report for report in document["layouts"] if not report["ok"]]
+    assert len(document["layouts"]) == len(options.layouts)
+    assert document["control"]["factor"] >= 1000
+
+
+@pytest.mark.parametrize(
+    ("overlap", "ddp", "dtype", "num_examples"),
+    [
+        (False, False, torch.float64, 13),
+        (True, True, torch.float64, 13),
+        (False, True, torch.float32, 16),
+        (True, False, torch.float32, 5),
+    ],
+)
+def test_covering_layouts(pool: Pool, overlap: bool, ddp: bool, dtype: torch.dtype, num_examples: int) -> None:
+    _assert_passed(pool, Options(COVERING, num_examples, overlap=overlap, ddp=ddp, dtype=dtype))
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("ddp", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("num_examples", "seed"), [(2, 0), (5, 1), (13, 2), (16, 3)])
+def test_all_layouts(
+    pool: Pool, num_examples: int, seed: int, overlap: bool, ddp: bool, dtype: torch.dtype
+) -> None:
+    _assert_passed(pool, Options(ALL_LAYOUTS, num_examples, seed=seed, overlap=overlap, ddp=ddp, dtype=dtype))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 3000, 20000])
+def test_any_bucket_size(pool: Pool, bucket_bytes: int) -> None:
+    """Down to one tensor per bucket, whose gradient collectives are then as small as votes."""
+    options = Options(((2, 2), (3, 3), (13, 3)), overlap=bucket_bytes != 3000)
+    for report in pool.run(pool.size, _verify, options, bucket_bytes)[0]["layouts"]:
+        assert report["gradient_error"]["max"] <= 1e-12
+        assert not [p for p in report["problems"] if "bytes" not in p and "small" not in p]
+
+
+# ------------------------------------------------------------------------------------- one process, to the bit
+
+
+def _textbook(model: nn.Module, optimizer: torch.optim.Optimizer, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """The loop of a textbook: sum losses over all targets divided by their number, one optimizer call."""
+    total = sum(int((targets != -100).sum()) for _, targets in pairs)
+    optimizer.zero_grad()
+    for inputs, targets in pairs:
+        logits = model(inputs)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum") / total
+        loss.backward()
+    optimizer.step()
+
+
+def _pairs(num: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Microbatches of inputs and aligned targets; unequal counts, and one microbatch without any target."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs = []
+    for i in range(num):
+        inputs = torch.randint(61, (2, 5 + i), generator=generator)
+        targets = torch.randint(61, (2, 5 + i), generator=generator)
+        targets[torch.rand(targets.shape, generator=generator) < 0.2 * i] = -100
+        pairs.append((inputs, targets if i != 1 else torch.full_like(targets, -100)))
+    return pairs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_textbook_loop_to_the_bit(dtype: torch.dtype, make: Callable[..., torch.optim.Optimizer]) -> None:
+    theirs = build_model(dtype)
+    ours, mine = copy.deepcopy(theirs), copy.deepcopy(theirs)
+    optimizer, control = make(theirs.parameters(), lr=0.01), make(mine.parameters(), lr=0.01)
+    updater = Updater(ours, make(ours.parameters(), lr=0.01), token_cross_entropy(shift=False))
+    for i in range(3):
+        pairs = _pairs(4, seed=i)
+        _textbook(theirs, optimizer, pairs)
+        assert updater.update(pairs).status == "applied"
+        _textbook(mine, control, pairs[:-1])
+    assert all(torch.equal(a, b) for a, b in zip(theirs.parameters(), ours.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(mine.parameters(), ours.parameters(), strict=True))
+
+
+def _train_bits(group: Any, overlap: bool, seed: int) -> list[Tensor]:
+    model = build_model(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    updater = Updater(model, optimizer, objective(), overlap=overlap, process_group=group)
+    for data_group in groups(build_examples(20, 0), examples_per_update=7, examples_per_microbatch=2, seed=seed):
+        updater.update(data_group)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("replicas", "overlap"), [(1, False), (2, False), (3, True)])
+def test_same_layout_twice_to_the_bit(pool: Pool, replicas: int, overlap: bool) -> None:
+    first = pool.run(replicas, _train_bits, overlap, 0)
+    again = pool.run(replicas, _train_bits, overlap, 0)
+    other = pool.run(replicas, _train_bits, overlap, 1)
+    for weights in (*first, *again):
+        assert all(torch.equal(a, b) for a, b in zip(weights, first[0], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(other[0], first[0], strict=True))
+
+
+# ------------------------------------------------------------------------------------------- particular groups
+
+
+class Parts(nn.Module):
+    """Two parameters, of which a batch uses those that it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterDict({name: nn.Parameter(torch.ones(3)) for name in ("left", "right", "never")})
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return sum((self.parts[name] * x).sum() for name, x in batch.items() if name in self.parts)  # type: ignore[return-value]
+
+
+PARTS = Term("sum", lambda outputs, batch: outputs, lambda batch: 1)
+
+
+def _unused(group: Any, overlap: bool) -> tuple[dict[str, list[float]], list[str]]:
+    """Replica 0 touches "left", replica 1 touches "right"; nobody touches "never"."""
+    model = Parts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.5)
+    had: list[str] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: had.extend(name for name, p in model.parts.items() if p.grad is not None)
+    )
+    updater = Updater(
+        model, optimizer, PARTS, forward=lambda m, batch: m(batch), overlap=overlap, process_group=group
+    )
+    name = "left" if updater.replica == 0 else "right"
+    updater.update([{name: torch.full((3,), 2.0)}])
+    return {name: p.tolist() for name, p in model.parts.items()}, had
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_parameter_that_some_or_no_replica_uses(pool: Pool, overlap: bool) -> None:
+    """Weight decay must reach a parameter that any replica used, and none that nobody did."""
+    for weights, had in pool.run(2, _unused, overlap):
+        assert weights == {"left": [-0.5] * 3, "right": [-0.5] * 3, "never": [1.0] * 3}
+        assert sorted(had) == ["left", "right"]
+
+
+def _empty_term(group: Any) -> tuple[float, dict[str, float | None], float]:
+    poison = Term("poison", lambda outputs, _: outputs.logsumexp(-1).sum() * float("nan"), lambda _: 0)
+    model = build_model(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients: dict[str, Tensor] = {}
+    optimizer.register_step_pre_hook(
+        lambda *_: gradients.update({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    )
+    updater = Updater(model, optimizer, [*objective(), poison], process_group=group)
+    examples = build_examples(9, 0)
+    reference = reference_update(build_model(torch.float64), examples, COEFFICIENT, 1e9)
+    result = [updater.update(g) for g in groups(examples, examples_per_update=9, examples_per_microbatch=2)][0]
+    return gradient_error(gradients, reference.gradients)[0], result.terms, result.denominators["poison"]
+
+
+def test_term_that_is_empty_in_the_whole_group(pool: Pool) -> None:
+    for error, terms, denominator in pool.run(2, _empty_term):
+        assert error <= 1e-12
+        assert terms["poison"] is None
+        assert denominator == 0
+
+
+def _tied(group: Any) -> float:
+    """Error of the gradient norm, where embedding and head are one parameter."""
+    config = DecoderConfig(61, 24, width=16, depth=1, heads=2, tie_embeddings=True)
+    model, same = Decoder(config).double(), Decoder(config).double()
+    examples = build_examples(6, 0)
+    reference = reference_update(same, examples, 0.0, 1e9)
+    norm = torch.stack([g.square().sum() for g in reference.gradients.values()]).sum().sqrt().item()
+    updater = Updater(model, torch.optim.SGD(model.parameters(), lr=0.1), causal_lm, process_group=group)
+    result = [updater.update(g) for g in groups(examples, examples_per_update=6, examples_per_microbatch=1)][0]
+    assert result.grad_norm is not None
+    return abs(result.grad_norm - norm) / norm
+
+
+def test_shared_parameter_counts_once_in_the_norm(pool: Pool) -> None:
+    assert max(pool.run(2, _tied)) <= 1e-12
+
+
+# ------------------------------------------------------------------------------------------------- randomness
+
+
+class WithDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = build_model(torch.float64)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return F.dropout(self.decoder(input_ids), 0.5, self.training)
+
+
+def _dropout(group: Any, examples_per_microbatch: int) -> list[Tensor]:
+    model = WithDropout()
+    updater = Updater(model, torch.optim.SGD(model.parameters(), lr=1.0), causal_lm, seed=3, process_group=group)
+    torch.manual_seed(updater.replica)
+    before = torch.get_rng_state()
+    for data_group in groups(
+        build_examples(12, 0), examples_per_update=6, examples_per_microbatch=examples_per_microbatch, seed=0
+    ):
+        updater.update(data_group)
+    assert torch.equal(torch.get_rng_state(), before)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_draws_follow_the_examples_and_not_the_replica(pool: Pool) -> None:
+    """Dropout repeats at another D with the same microbatches; at another m it differs, which is the control."""
+    alone = pool.run(1, _dropout, 2)[0]
+    for weights in pool.run(3, _dropout, 2):
+        assert max((a - b).abs().max().item() for a, b in zip(weights, alone, strict=True)) <= 1e-12
+    other = pool.run(1, _dropout, 3)[0]
+    assert max((a - b).abs().max().item() for a, b in zip(other, alone, strict=True)) > 1e-4
+
+
+# ------------------------------------------------------------------------------------------------ collectives
+
+
+def _collectives(group: Any, overlap: bool) -> tuple[int, int, int]:
+    model = build_model(torch.float32)
+    updater = Updater(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), causal_lm, overlap=overlap, process_group=group
+    )
+    with watched() as traffic:
+        for data_group in groups(build_examples(16, 0), examples_per_update=16, examples_per_microbatch=1):
+            updater.update(data_group)
+    return traffic.small_calls, traffic.large_bytes, sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_two_small_collectives_and_gradients_once(pool: Pool, overlap: bool) -> None:
+    for small_calls, large_bytes, gradient_bytes in pool.run(2, _collectives, overlap):
+        assert small_calls == 2
+        assert large_bytes == gradient_bytes
