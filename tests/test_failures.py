@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pool, WorkerError
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -24,6 +23,7 @@ from isostep.errors import InputError, PeerError, PeerLostError
 from isostep.models.decoder import Decoder
 from isostep.verification.problem import COEFFICIENT, build_examples, build_model, objective
 from isostep.verification.reference import gradient_error, reference_update
+from pool import Pool, WorkerError
 
 
 def _group(num_examples: int = 8, examples_per_microbatch: int = 2) -> DataGroup:
@@ -294,9 +294,7 @@ class Twice(nn.Module):
 def _reentrant(group: Any, overlap: bool) -> str:
     model = Twice()
     quick = dist.new_group([0, 1], timeout=timedelta(seconds=5)) if overlap else group
-    updater = Updater(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), mse, overlap=overlap, process_group=quick
-    )
+    updater = Updater(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, overlap=overlap, process_group=quick)
     try:
         return updater.update([(torch.ones(1, 2), torch.zeros(1, 2))]).status
     except (InputError, PeerLostError) as error:

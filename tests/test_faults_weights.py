@@ -107,9 +107,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
-def assert_weights(
-    seen: Tensor | Sequence[float] | float, expected: Tensor | Sequence[float] | float
-) -> None:
+def assert_weights(seen: Tensor | Sequence[float] | float, expected: Tensor | Sequence[float] | float) -> None:
     difference = torch.as_tensor(seen, dtype=torch.float64) - torch.as_tensor(expected, dtype=torch.float64)
     assert difference.abs().max().item() <= TOLERANCE
 
@@ -167,9 +165,7 @@ DIVISIONS = [
     Division("guided-diffusion 111", targets(5, 5, 5, 5), mean_undivided, (0.2,) * 4, 4.0),
     Division("torchtitan 2972", targets(3, 1, 7, 5), sum_undivided, (1.0,) * 4, 16.0),
     Division("transformers 34242", targets(1, 7), mean_over_a, (0.5, 1 / 14), replicas=2),
-    Division(
-        "torchtitan 2206", targets(1, 7, 3, 5), mean_over_a, (1 / 4, 1 / 28, 1 / 12, 1 / 20), replicas=2
-    ),
+    Division("torchtitan 2206", targets(1, 7, 3, 5), mean_over_a, (1 / 4, 1 / 28, 1 / 12, 1 / 20), replicas=2),
     Division("torchtune 2172", targets(3, 5), sum_over_total, (1 / 16, 1 / 16), 1 / 2, replicas=2),
     Division("dinov3 250", targets(4, 4), mean_over_a, (1 / 4, 1 / 4), 2.0, replicas=2, average=False),
 ]
@@ -358,9 +354,7 @@ def updates_of(
     return [gradients["w"] for gradients in given], data_groups
 
 
-def hand_written_updates(
-    num_examples: int, accumulate: int, epochs: int = 1, *, tail: bool = False
-) -> list[Tensor]:
+def hand_written_updates(num_examples: int, accumulate: int, epochs: int = 1, *, tail: bool = False) -> list[Tensor]:
     """The usual loop: losses / A, a step where (i + 1) % A == 0, and in the last microbatch if `tail`."""
     probe = Probe(num_examples)
     given = []

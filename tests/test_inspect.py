@@ -116,9 +116,7 @@ NOT_FOUND: list[Callable[[], nn.Module]] = [
     lambda: nn.RReLU().eval(),
     lambda: nn.RReLU(0.2, 0.2),
     lambda: nn.FractionalMaxPool2d(2, output_size=1, _random_samples=torch.zeros(1, 1, 2)),
-    lambda: with_config(
-        attention_dropout=0.0, layerdrop=0.0, router_jitter_noise=0, router_aux_loss_coef=0.0
-    ),
+    lambda: with_config(attention_dropout=0.0, layerdrop=0.0, router_jitter_noise=0, router_aux_loss_coef=0.0),
     lambda: with_config(attention_dropout=0.1, router_aux_loss_coef=0.1).eval(),
     lambda: with_config(router_aux_loss_coef=0.01, output_router_logits=False),
     lambda: with_config(summary_first_dropout=0.1, drop_last=True, num_dropped=3, classifier_dropout=None),
@@ -222,17 +220,13 @@ def test_embedding_max_norm_changes_the_rows_that_it_looks_up() -> None:
 
 
 def model_with_findings() -> nn.Sequential:
-    return nn.Sequential(
-        *(nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.1)) for _ in range(5)), nn.Dropout(0.2)
-    )
+    return nn.Sequential(*(nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.1)) for _ in range(5)), nn.Dropout(0.2))
 
 
 def test_refused_unless_allowed() -> None:
     inspection = inspect(model_with_findings())
     assert [finding.where for finding in inspection.refused] == ["0.0", "1.0", "2.0", "3.0", "4.0"]
-    with pytest.raises(
-        InputError, match=r"Sequential: got 'batchnorm in 0\.0 and 4 more', expected .*; use GroupNorm"
-    ):
+    with pytest.raises(InputError, match=r"Sequential: got 'batchnorm in 0\.0 and 4 more', expected .*; use GroupNorm"):
         inspection.raise_if_refused()
     with pytest.raises(InputError, match="batchnorm in 0"):
         inspection.raise_if_refused(allow=["dropout"])
@@ -364,9 +358,7 @@ def test_command_writes_json(models: Path, capsys: pytest.CaptureFixture[str]) -
     assert document["model"] == "BatchNorm1d"
     assert document["training"] is True
     assert document["refused"] is True
-    assert [set(finding) for finding in document["findings"]] == [
-        {"kind", "where", "severity", "reason", "remedy"}
-    ]
+    assert [set(finding) for finding in document["findings"]] == [{"kind", "where", "severity", "reason", "remedy"}]
     assert "refused: batchnorm" in capsys.readouterr().out
 
 
@@ -378,11 +370,6 @@ def test_command_prints_json_and_nothing_else(models: Path, capsys: pytest.Captu
 
 
 def test_help_has_an_example_and_needs_no_torch() -> None:
-    script = (
-        "import sys; from isostep.cli import main\n"
-        "sys.exit(main(['inspect', '--help']) or 'torch' in sys.modules)"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
-    )
+    script = "import sys; from isostep.cli import main\nsys.exit(main(['inspect', '--help']) or 'torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert "isostep inspect my_model.py:build" in result.stdout

@@ -81,16 +81,12 @@ def update_done(attempted: int, status: UpdateStatus = "applied", **changes: Any
 def dropped(epoch: int, **changes: Any) -> Dropped:
     start = UPDATES_PER_EPOCH * EXAMPLES_PER_UPDATE
     ids = tuple(ids_of(epoch, start, NUM_EXAMPLES))
-    event = Dropped(
-        epoch=epoch, start=start, stop=NUM_EXAMPLES, ids=ids, ids_hash=format_hash(Coverage.of(ids))
-    )
+    event = Dropped(epoch=epoch, start=start, stop=NUM_EXAMPLES, ids=ids, ids_hash=format_hash(Coverage.of(ids)))
     return replace(event, **changes)
 
 
 def evaluated(after_applied: int, loss: float = 1.5) -> Evaluated:
-    return Evaluated(
-        after_applied=after_applied, loss=loss, terms={"next_token": loss}, counters=Counts(examples=9)
-    )
+    return Evaluated(after_applied=after_applied, loss=loss, terms={"next_token": loss}, counters=Counts(examples=9))
 
 
 def one_of_each() -> list[Event]:
@@ -149,11 +145,7 @@ TEXTS = st.text()
 DOCUMENTS = st.dictionaries(
     TEXTS,
     st.recursive(
-        st.none()
-        | st.booleans()
-        | INTS
-        | FLOATS
-        | TEXTS.filter(lambda text: text not in ("nan", "inf", "-inf")),
+        st.none() | st.booleans() | INTS | FLOATS | TEXTS.filter(lambda text: text not in ("nan", "inf", "-inf")),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
         max_leaves=8,
     ),
@@ -577,9 +569,7 @@ CONTROLS: dict[str, tuple[Change, str]] = {
         "got this start, expected 16: used twice or out of order",
     ),
     "range inside an earlier one": (
-        lambda events: events.insert(
-            3, update_done(3, start=2, stop=4, num_examples=2, ids_hash=hash_of(0, 2, 4))
-        ),
+        lambda events: events.insert(3, update_done(3, start=2, stop=4, num_examples=2, ids_hash=hash_of(0, 2, 4))),
         "epoch 0, positions [2, 4) applied by attempted update 3: "
         "got this start, expected 16: used twice or out of order",
     ),

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from mutants import MUTANTS, apply_for_good
-from pool import Pool
 
 from isostep.cli import build_parser
 from isostep.commands import verify
 from isostep.verification.grid import Options, verify_worker
+from mutants import MUTANTS, apply_for_good
+from pool import Pool
 
 LAYOUTS = ((2, 1), (2, 2), (3, 2), (1, 3))
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pool import Pool
 from torch import Tensor, nn
 
 from isostep import Term, Updater, causal_lm, groups, token_cross_entropy
@@ -19,6 +18,7 @@ from isostep.models.decoder import Decoder, DecoderConfig
 from isostep.verification.grid import Options, verify_worker
 from isostep.verification.problem import COEFFICIENT, build_examples, build_model, objective
 from isostep.verification.reference import gradient_error, reference_update
+from pool import Pool
 
 ALL_LAYOUTS = tuple((m, replicas) for m in (1, 2, 3, 4, 5, 13) for replicas in (1, 2, 3, 4))
 COVERING = ((1, 1), (3, 1), (1, 2), (13, 2), (2, 3), (5, 3), (3, 4), (4, 4))
@@ -56,9 +56,7 @@ def test_covering_layouts(pool: Pool, overlap: bool, ddp: bool, dtype: torch.dty
 @pytest.mark.parametrize("ddp", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("num_examples", "seed"), [(2, 0), (5, 1), (13, 2), (16, 3)])
-def test_all_layouts(
-    pool: Pool, num_examples: int, seed: int, overlap: bool, ddp: bool, dtype: torch.dtype
-) -> None:
+def test_all_layouts(pool: Pool, num_examples: int, seed: int, overlap: bool, ddp: bool, dtype: torch.dtype) -> None:
     _assert_passed(pool, Options(ALL_LAYOUTS, num_examples, seed=seed, overlap=overlap, ddp=ddp, dtype=dtype))
 
 
@@ -157,9 +155,7 @@ def _unused(group: Any, overlap: bool) -> tuple[dict[str, list[float]], list[str
     optimizer.register_step_pre_hook(
         lambda *_: had.extend(name for name, p in model.parts.items() if p.grad is not None)
     )
-    updater = Updater(
-        model, optimizer, PARTS, forward=lambda m, batch: m(batch), overlap=overlap, process_group=group
-    )
+    updater = Updater(model, optimizer, PARTS, forward=lambda m, batch: m(batch), overlap=overlap, process_group=group)
     name = "left" if updater.replica == 0 else "right"
     updater.update([{name: torch.full((3,), 2.0)}])
     return {name: p.tolist() for name, p in model.parts.items()}, had
@@ -257,7 +253,11 @@ def _collectives(group: Any, overlap: bool) -> tuple[int, int, int]:
     with watched() as traffic:
         for data_group in groups(build_examples(16, 0), examples_per_update=16, examples_per_microbatch=1):
             updater.update(data_group)
-    return traffic.small_calls, traffic.large_bytes, sum(p.numel() * p.element_size() for p in model.parameters())
+    return (
+        traffic.small_calls,
+        traffic.large_bytes,
+        sum(p.numel() * p.element_size() for p in model.parameters()),
+    )
 
 
 @pytest.mark.parametrize("overlap", [False, True])

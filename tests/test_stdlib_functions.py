@@ -107,9 +107,7 @@ def test_supervised_counts_are_unequal(train: StdlibFunctions) -> None:
     assert counts[len(counts) * 9 // 10] > 4 * counts[len(counts) // 10]
 
 
-def test_no_text_is_in_both_splits_and_none_twice(
-    train: StdlibFunctions, validation: StdlibFunctions
-) -> None:
+def test_no_text_is_in_both_splits_and_none_twice(train: StdlibFunctions, validation: StdlibFunctions) -> None:
     train_texts, validation_texts = texts(train), texts(validation)
     assert set(train_texts).isdisjoint(validation_texts)
     assert len(set(train_texts)) == len(train_texts)

@@ -52,7 +52,9 @@ def write_json(path: str | None, document: dict[str, Any]) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InputError.of("--json", path, "a file that can be written", f"choose another path ({error.strerror})") from None
+        raise InputError.of(
+            "--json", path, "a file that can be written", f"choose another path ({error.strerror})"
+        ) from None
 
 
 def build_parser(names: Sequence[str]) -> Parser:

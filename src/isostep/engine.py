@@ -107,7 +107,7 @@ class Counted:
 class Attempt:
     """Phase 2's outcome, of this replica. `last_loss` waits for its backward where reduction overlaps that."""
 
-    coverage: Coverage = Coverage()
+    coverage: Coverage = field(default_factory=Coverage)
     ids: list[tuple[int, ...] | None] = field(default_factory=list)
     sums: list[Tensor] = field(default_factory=list)
     last_loss: Tensor | None = None

@@ -73,7 +73,9 @@ class GradientSums:
         Squares are summed in float64, per parameter and then over parameters in model order, so that the same
         gradients have the same norm however they were split. One host-device synchronisation.
         """
-        norms = [torch.linalg.vector_norm(g, 2, dtype=torch.float64) for i in range(len(self)) if (g := self[i]) is not None]
+        norms = [
+            torch.linalg.vector_norm(g, 2, dtype=torch.float64) for i in range(len(self)) if (g := self[i]) is not None
+        ]
         total = 0.0
         for norm in torch.stack(norms).tolist() if norms else ():
             total += norm * norm
@@ -82,7 +84,7 @@ class GradientSums:
     def scale(self, factor: float) -> None:
         """Multiply every gradient by a host number."""
         if factor != 1.0 and (gradients := [g for i in range(len(self)) if (g := self[i]) is not None]):
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
 
     def hand_over(self) -> None:
         """Put the sums where optimizers look: `p.grad`, in the parameter's own dtype."""

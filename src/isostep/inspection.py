@@ -128,9 +128,7 @@ def inspect(model: nn.Module) -> Inspection:
         if module.training and config is not None and not any(config is seen for seen in configs):
             configs.append(config)
             found += _config(config)
-        findings += (
-            Finding(kind, where, KINDS[kind].severity, reason, KINDS[kind].remedy) for kind, reason in found
-        )
+        findings += (Finding(kind, where, KINDS[kind].severity, reason, KINDS[kind].remedy) for kind, reason in found)
     return Inspection(type(model).__name__, model.training, tuple(findings))
 
 

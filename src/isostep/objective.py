@@ -57,13 +57,11 @@ class Term:
         return replace(self, coefficient=factor * self.coefficient)
 
     def sum_of(self, outputs: Outputs, batch: Batch) -> Tensor:
-        """S_t of one microbatch, in float32 or wider. Raises InputError unless sum_fn gives a scalar tensor."""
+        """S_t of one microbatch, float32 or wider. Raises InputError unless sum_fn gives a scalar tensor."""
         value = self.sum_fn(outputs, batch)
         if not isinstance(value, Tensor) or value.dim() != 0:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise InputError.of(
-                f"sum of {self.name}", got, "a scalar tensor", "add up the losses in its sum_fn"
-            )
+            raise InputError.of(f"sum of {self.name}", got, "a scalar tensor", "add up the losses in its sum_fn")
         return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
     def count_of(self, batch: Batch) -> int | float | Tensor:
@@ -71,7 +69,7 @@ class Term:
         value = self.count_fn(batch)
         if not (isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)):
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise InputError.of(f"count of {self.name}", got, "one number", "add up the counts in its count_fn")
+            raise InputError.of(f"count of {self.name}", got, "one number", "add them up in its count_fn")
         return value
 
 
@@ -162,9 +160,7 @@ def labels_of(batch: Batch) -> Tensor:
     return labels
 
 
-def token_cross_entropy(
-    *, shift: bool, class_weights: Tensor | None = None, name: str = "cross_entropy"
-) -> Term:
+def token_cross_entropy(*, shift: bool, class_weights: Tensor | None = None, name: str = "cross_entropy") -> Term:
     """Cross entropy of integer labels, one per position; labels of -100 are ignored.
 
     shift: True where labels are a copy of the input ids and position i predicts label i + 1 (causal language models);
@@ -189,9 +185,7 @@ def token_cross_entropy(
                 "give one label per position",
             )  # fmt: skip
         weight = None if class_weights is None else class_weights.to(logits)
-        return F.cross_entropy(
-            logits.flatten(0, -2), wanted.flatten(), weight, ignore_index=IGNORE, reduction="sum"
-        )
+        return F.cross_entropy(logits.flatten(0, -2), wanted.flatten(), weight, ignore_index=IGNORE, reduction="sum")
 
     def count(batch: Batch) -> Tensor:
         return (targets(batch) != IGNORE).sum()
@@ -204,7 +198,10 @@ def token_cross_entropy(
     if class_weights is None:
         return Term(name, loss_sum, count)
     return Term(
-        name, loss_sum, lambda batch: weights(batch).sum(), supervised_fn=lambda batch: (weights(batch) > 0).sum()
+        name,
+        loss_sum,
+        lambda batch: weights(batch).sum(),
+        supervised_fn=lambda batch: (weights(batch) > 0).sum(),
     )
 
 

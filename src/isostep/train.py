@@ -24,6 +24,7 @@ from .layout import Layout, ladder
 from .ledger import (
     Counts,
     Dropped,
+    EndReason,
     Evaluated,
     Ledger,
     OutOfMemory,
@@ -164,7 +165,7 @@ class _Run:
         self.num_updates, self.num_parameters = num_updates, num_parameters
         self.lead = updater.replica == 0
         self.ledger = Ledger(Path(options.run_dir, LEDGER)) if self.lead else None
-        self.reason = "failed"
+        self.reason: EndReason = "failed"
         self.started = time.perf_counter()
 
     def __enter__(self) -> None:
@@ -237,9 +238,7 @@ class _Run:
         self.reason = "complete"
 
     def evaluate(self) -> None:
-        result = self.updater.evaluate(
-            self.validation, examples_per_microbatch=self.options.examples_per_microbatch
-        )
+        result = self.updater.evaluate(self.validation, examples_per_microbatch=self.options.examples_per_microbatch)
         self.record(
             Evaluated(
                 after_applied=self.updater.totals.applied,

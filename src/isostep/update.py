@@ -194,13 +194,13 @@ def local(engine: Engine, group: Work, microbatches: list[Microbatch], counting:
                 attempt.last_loss = loss
             else:
                 backward(loss)
+            del loss
+        del batch, outputs  # the next forward must not find them in memory
         index += 1
     return attempt
 
 
-def forward(
-    engine: Engine, group: Work, attempt: Attempt, microbatch: Microbatch, batch: Batch, index: int
-) -> Outputs:
+def forward(engine: Engine, group: Work, attempt: Attempt, microbatch: Microbatch, batch: Batch, index: int) -> Outputs:
     """One forward with keyed draws; what went in is added to the coverage."""
     seed_generators(engine.device, microbatch_key(engine.seed, group.epoch, microbatch.coverage, index))
     attempt.coverage += microbatch.coverage
@@ -209,9 +209,7 @@ def forward(
         return engine.forward(engine.model, batch)
 
 
-def weighted_loss(
-    objective: Objective, counted: Counted, outputs: Outputs, batch: Batch, attempt: Attempt
-) -> Tensor:
+def weighted_loss(objective: Objective, counted: Counted, outputs: Outputs, batch: Batch, attempt: Attempt) -> Tensor:
     """This microbatch's share of the objective: sum of S_t * c_t / N_t, scaled. Remembers S_t.
 
     A term that is empty in the whole group is left out. c_t / N_t is a host float64, so a sum in float32 gets the

@@ -69,9 +69,7 @@ def _topic(topics: Any, name: str, summary: str, epilog: str) -> argparse.Argume
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--json", metavar="FILE", help="write the numbers as JSON; - writes them alone to stdout"
-    )
+    parser.add_argument("--json", metavar="FILE", help="write the numbers as JSON; - writes them alone to stdout")
     return parser
 
 
@@ -85,9 +83,7 @@ def _configure_replicas(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--w", metavar="W", help="the parameter before the update (default 1)")
     parser.add_argument("--lr", default="0.1", metavar="LR", help="learning rate (default 0.1)")
-    parser.add_argument(
-        "--gradients", nargs="+", metavar="G", help="instead: one gradient vector per replica"
-    )
+    parser.add_argument("--gradients", nargs="+", metavar="G", help="instead: one gradient vector per replica")
     parser.add_argument("--weights", nargs="+", metavar="W", help="with --gradients: the parameters before")
 
 

@@ -46,9 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="let findings of this kind through, for example batchnorm; may be repeated",
     )
-    parser.add_argument(
-        "--json", metavar="FILE", help="write the findings to FILE; - prints them instead of text"
-    )
+    parser.add_argument("--json", metavar="FILE", help="write the findings to FILE; - prints them instead of text")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..cli import positive_int, write_json
+from ..cli import positive_int
 
 EPILOG = """example:
   isostep train --procs 2 --run-dir runs/first

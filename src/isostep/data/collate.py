@@ -19,10 +19,11 @@ _REMEDY = "give `collate`, a function from a list of examples to a batch"
 def pad_batch(examples: Sequence[Any]) -> Any:
     """Stack the examples of one microbatch; sequences of unequal length are padded on the right.
 
-    Mappings give a dict: `labels` are padded with -100, everything else with 0, and an `attention_mask` (int64, 1 for
-    tokens, 0 for padding) is added beside `input_ids`. Tuples give a tuple: integers after the first element are taken
-    for labels and padded with -100. Other examples are stacked themselves. Strings stay a list.
-    Numbers of different types get the type that holds them all. Raises InputError where examples do not go together.
+    Mappings give a dict: `labels` are padded with -100, everything else with 0, and an `attention_mask`
+    (int64, 1 for tokens, 0 for padding) is added beside `input_ids`. Tuples give a tuple: integers after the
+    first element are taken for labels and padded with -100. Other examples are stacked themselves. Strings
+    stay a list. Numbers of different types get the type that holds them all. Raises InputError where
+    examples do not go together.
     """
     first = examples[0]
     if isinstance(first, Mapping):
@@ -35,7 +36,8 @@ def pad_batch(examples: Sequence[Any]) -> Any:
         return batch
     if isinstance(first, (tuple, list)):
         _check_alike("number of entries", [len(example) for example in examples])
-        columns = [_column(i, list(values), IGNORE if i else 0) for i, values in enumerate(zip(*examples, strict=True))]
+        entries = enumerate(zip(*examples, strict=True))
+        columns = [_column(i, list(values), IGNORE if i else 0) for i, values in entries]
         return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
     return _column("example", list(examples), 0)
 

@@ -178,9 +178,9 @@ def groups(
 def ready_groups(batches: Iterable[Batch], *, microbatches_per_replica: int, epoch: int = 0) -> Iterator[ReadyGroup]:
     """Groups of batches that come ready made, from a DataLoader or any iterable: each replica brings its own.
 
-    Every group takes up to `microbatches_per_replica` of them. Replicas may run out at different times: those without
-    data join with an empty group until the last one is done, which each learns from `Updater.update`. So every
-    replica has one group at least, even where no replica has data.
+    Every group takes up to `microbatches_per_replica` of them. Replicas may run out at different times: those
+    without data join with an empty group until the last one is done, which each learns from `Updater.update`.
+    So every replica has one group at least, even where no replica has data.
     """
     if microbatches_per_replica < 1:
         raise InputError.of("microbatches_per_replica", microbatches_per_replica, "1 or more", "give a positive size")
@@ -197,7 +197,7 @@ def ready_groups(batches: Iterable[Batch], *, microbatches_per_replica: int, epo
 
 def ids_of(batch: Batch) -> tuple[int, ...] | None:
     """The ids that a batch itself carries: its integer entry `id`; None where it has none."""
-    ids = batch.get("id") if isinstance(batch, Mapping) else None
+    ids: Any = batch.get("id") if isinstance(batch, Mapping) else None
     if isinstance(ids, (Tensor, np.ndarray)):
         ids = ids.reshape(-1).tolist()
     try:

@@ -81,9 +81,7 @@ class StdlibFunctions(Dataset[Example]):
     Raises InputError for a value outside of this, or where no function fits.
     """
 
-    def __init__(
-        self, context_length: int, *, split: Split = "train", max_examples: int | None = None
-    ) -> None:
+    def __init__(self, context_length: int, *, split: Split = "train", max_examples: int | None = None) -> None:
         if split not in ("train", "validation"):
             raise InputError.of("split", split, '"train" or "validation"', "choose one of them")
         if max_examples is not None and max_examples < 1:

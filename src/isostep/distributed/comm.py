@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ..errors import InputError, PeerLostError
 from ..gradients import GradientSums
 from .reduce import GradientReducer
 
+SLICE = timedelta(seconds=1)
 REPORT_SECONDS = 3.0
 
 
@@ -70,8 +72,9 @@ class ProcessGroupComm:
         self._group = group
         backends = dist.get_backend_config(group)
         self._vector_device = torch.device("cpu") if "cpu:" in backends else device
-        self._reducer = GradientReducer(group, self._wait_for("reduce"))
-        self._reports = 0
+        self._reducer = GradientReducer(group, self._wait_for("reduce", device))
+        self._store = dist.distributed_c10d._get_default_store()
+        self._lost = f"isostep/lost/{group.group_name}"
 
     def sum(self, phase: str, host: Sequence[float], device: Tensor | None = None) -> _PendingSum:
         vector = torch.tensor(host, dtype=torch.float64)
@@ -81,11 +84,9 @@ class ProcessGroupComm:
         with self._peers(phase):
             work = dist.all_reduce(vector, group=self._group, async_op=True)
         assert work is not None
-        return _PendingSum(vector, len(host), work, self._wait_for(phase))
+        return _PendingSum(vector, len(host), work, self._wait_for(phase, self._vector_device))
 
-    def reduce(
-        self, gradients: GradientSums, backward: Callable[[], None] | None, present: Sequence[bool]
-    ) -> None:
+    def reduce(self, gradients: GradientSums, backward: Callable[[], None] | None, present: Sequence[bool]) -> None:
         self._reducer.reduce(gradients, backward, present)
 
     def gather(self, value: Any) -> list[Any]:
@@ -95,8 +96,11 @@ class ProcessGroupComm:
         return values
 
     def end(self) -> None:
-        """Abort the process group: whoever waits for this replica fails instead."""
+        """Abort the process group, and tell whoever waits for this replica that it will not answer."""
         self._group.abort()
+        with suppress(RuntimeError):
+            self._store.set(f"{self._lost}/{self.replica}", "")
+            self._store.set(self._lost, "")
 
     def equalise(self, model: nn.Module) -> None:
         """Check that all replicas hold the same kind of model, then copy replica 0's tensors to all.
@@ -119,9 +123,12 @@ class ProcessGroupComm:
                 dist.broadcast(copy, source, group=self._group)
                 tensor.copy_(copy)
 
-    def _wait_for(self, phase: str) -> Callable[[dist.Work], None]:
+    def _wait_for(self, phase: str, device: torch.device) -> Callable[[dist.Work], None]:
         def wait(work: dist.Work) -> None:
             with self._peers(phase):
+                while device.type == "cpu" and not _finished_in(work, SLICE):
+                    if self._store.check([self._lost]):
+                        raise RuntimeError("another replica has given up")
                 work.wait()
 
         return wait
@@ -131,31 +138,41 @@ class ProcessGroupComm:
         """Turn a broken or late collective into a PeerLostError that says who is missing."""
         try:
             yield
-        except (RuntimeError, ValueError) as error:
+        except RuntimeError as error:
             missing = self._missing()
             who = f"replica {', '.join(map(str, missing))}" if missing else "another replica"
-            first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise PeerLostError(
                 f"{phase} phase of the update: lost {who}, expected all {self.replicas} to answer; nothing was "
-                f"applied: see why it ended, then resume from the last checkpoint ({first_line})"
+                f"applied: see why it ended, then resume from the last checkpoint ({reason})"
             ) from error
 
     def _missing(self) -> list[int]:
-        """Replicas that do not report within a few seconds that they, too, lost somebody. Empty if unknown."""
+        """Replicas that do not report within a few seconds that they, too, lost somebody. Empty if unknown.
+
+        The report also frees those that wait for this replica: gloo keeps its connections open after an abort.
+        """
         self.end()
-        self._reports += 1
+        missing = [replica for replica in range(self.replicas) if replica != self.replica]
+        deadline = time.monotonic() + REPORT_SECONDS
         try:
-            store = dist.distributed_c10d._get_default_store()
-            prefix = f"isostep/lost/{self._group.group_name}/{self._reports}"
-            store.set(f"{prefix}/{self.replica}", "")
-            missing = [replica for replica in range(self.replicas) if replica != self.replica]
-            deadline = time.monotonic() + REPORT_SECONDS
             while missing and time.monotonic() < deadline:
-                missing = [replica for replica in missing if not store.check([f"{prefix}/{replica}"])]
+                missing = [replica for replica in missing if not self._store.check([f"{self._lost}/{replica}"])]
                 time.sleep(0.05)
-            return missing
         except RuntimeError:
             return []
+        return missing
+
+
+def _finished_in(work: dist.Work, time_limit: timedelta) -> bool:
+    """Wait for this long. Raises what the work raises; False if it is still under way."""
+    try:
+        work.wait(time_limit)
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True
 
 
 class _PendingSum:
@@ -171,7 +188,7 @@ class _PendingSum:
 def first_ranks(replicas: int) -> dist.ProcessGroup | None:
     """A process group of the first `replicas` ranks; None on the other ranks. Every rank of the world calls this."""
     group = dist.new_group(list(range(replicas)))
-    return group if dist.get_rank() < replicas else None
+    return group if isinstance(group, dist.ProcessGroup) and dist.get_rank() < replicas else None
 
 
 def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -60,9 +60,7 @@ class GradientReducer:
         self._trainable: tuple[bool, ...] = ()
         self._buckets: list[Bucket] = []
 
-    def reduce(
-        self, gradients: GradientSums, backward: Callable[[], None] | None, present: Sequence[bool]
-    ) -> None:
+    def reduce(self, gradients: GradientSums, backward: Callable[[], None] | None, present: Sequence[bool]) -> None:
         """Replace every gradient by its sum over the process group; see `comm.Comm.reduce`.
 
         A parameter that has a gradient on some replicas counts as zero on the others, and as None where it has one

@@ -7,13 +7,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
 
 SMALL_BYTES = 1024
-_COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast", "all_to_all_single")
+_COLLECTIVES = (
+    "all_reduce",
+    "reduce",
+    "reduce_scatter_tensor",
+    "all_gather_into_tensor",
+    "broadcast",
+    "all_to_all_single",
+)
 
 
 @dataclass
@@ -47,5 +53,11 @@ def watched() -> Iterator[Traffic]:
 
         return call
 
-    with mock.patch.multiple(dist, **{name: counting(getattr(dist, name)) for name in _COLLECTIVES}):
+    originals = {name: getattr(dist, name) for name in _COLLECTIVES}
+    try:
+        for name, function in originals.items():
+            setattr(dist, name, counting(function))
         yield traffic
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)

@@ -81,8 +81,7 @@ def draw_replicas(update: ReplicaUpdate) -> RenderableType:
     ]
     return Group(
         _heading("replicas", f"{count(len(update.replicas), 'replica')}, one parameter, one update"),
-        f"w = {number(update.w)}; loss of an example (w - y)^2 / 2, gradient w - y; "
-        f"learning rate {number(update.lr)}",
+        f"w = {number(update.w)}; loss of an example (w - y)^2 / 2, gradient w - y; learning rate {number(update.lr)}",
         "",
         Picture(lines),
         *_left_out(len(update.replicas) - len(shown), "replica"),
@@ -364,12 +363,8 @@ def _world_size_fault(sizes: BatchSizes) -> list[RenderableType]:
     fault = sizes.world_size_fault
     if fault.factor == 1:
         return ["Every rank is a replica here, so D is the world size; stages or slices end that."]
-    table = _table(
-        "if D is taken to be", f"{sizes.replicas:,} replicas", f"{sizes.world_size:,} ranks", "factor"
-    )
+    table = _table("if D is taken to be", f"{sizes.replicas:,} replicas", f"{sizes.world_size:,} ranks", "factor")
     believed = fault.examples_per_update_believed
-    table.add_row(
-        "examples per update", f"{sizes.examples_per_update:,}", f"{believed:,}", f"x {fault.factor:,}"
-    )
+    table.add_row("examples per update", f"{sizes.examples_per_update:,}", f"{believed:,}", f"x {fault.factor:,}")
     table.add_row("gradient, its sum / examples", "1", f"1/{fault.factor:,}", f"x 1/{fault.factor:,}")
     return [table, "", "All ranks of a replica work on the same examples, so a replica counts once."]

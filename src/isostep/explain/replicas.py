@@ -105,9 +105,7 @@ def replica_update(
     return ReplicaUpdate(w, lr, replicas, _exact(replicas, w, lr), _mean_of_means(replicas, w, lr))
 
 
-def vector_update(
-    weights: Sequence[float], gradients: Sequence[Sequence[float]], lr: float = 0.1
-) -> VectorUpdate:
+def vector_update(weights: Sequence[float], gradients: Sequence[Sequence[float]], lr: float = 0.1) -> VectorUpdate:
     """One update from the mean gradient of each replica. Raises as `average_step` does."""
     after = average_step(weights, gradients, lr)
     return VectorUpdate(
@@ -120,9 +118,7 @@ def vector_update(
     )
 
 
-def average_step(
-    weights: Sequence[float], gradients: Sequence[Sequence[float]], lr: float
-) -> tuple[float, ...]:
+def average_step(weights: Sequence[float], gradients: Sequence[Sequence[float]], lr: float) -> tuple[float, ...]:
     """The weights after one update by the average of the replicas' gradients.
 
     gradients: one per replica, each as long as `weights` and over equally many examples.
@@ -149,9 +145,7 @@ def average_step(
 def check_number(name: str, number: float) -> None:
     """Raises InputError if `number` is not finite, or beyond 1e9 in size."""
     if not abs(number) <= MAX_NUMBER:
-        raise InputError.of(
-            name, number, f"a number from {-MAX_NUMBER:g} to {MAX_NUMBER:g}", "choose another"
-        )
+        raise InputError.of(name, number, f"a number from {-MAX_NUMBER:g} to {MAX_NUMBER:g}", "choose another")
 
 
 def _check_lr(lr: float) -> None:
@@ -180,9 +174,7 @@ def _with_portions(targets: list[tuple[float, ...]], portions: Sequence[int]) ->
                 "raise it, or remove targets",
             )
     if sum(portions) > MAX_EXAMPLES:
-        raise InputError.of(
-            "portions", sum(portions), f"at most {MAX_EXAMPLES} examples", "choose smaller portions"
-        )
+        raise InputError.of("portions", sum(portions), f"at most {MAX_EXAMPLES} examples", "choose smaller portions")
     return [
         replica + replica[-1:] * (portion - len(replica)) if portion else ()
         for portion, replica in zip(portions, targets, strict=True)

@@ -124,9 +124,7 @@ LOOPS = (
 )
 
 
-def token_weights(
-    tokens: Sequence[Sequence[int]], losses: Sequence[Sequence[float]] | None = None
-) -> TokenWeights:
+def token_weights(tokens: Sequence[Sequence[int]], losses: Sequence[Sequence[float]] | None = None) -> TokenWeights:
     """What each loop does with these microbatches.
 
     tokens: supervised tokens, [replica][microbatch], the same number of microbatches on every replica.

@@ -44,9 +44,7 @@ class DecoderConfig:
             elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError.of(field.name, value, "a whole number of 1 or more", "choose such a number")
         if self.width % self.heads:
-            raise InputError.of(
-                "heads", self.heads, f"a divisor of width {self.width}", "change heads or width"
-            )
+            raise InputError.of("heads", self.heads, f"a divisor of width {self.width}", "change heads or width")
         if self.head_width % 2:
             raise InputError.of(
                 "width / heads",

@@ -80,7 +80,11 @@ def verify_worker(options: Options) -> dict[str, Any]:
 
 
 def observe(
-    options: Options, examples: Sequence[dict[str, Tensor]], reference: Reference, examples_per_microbatch: int, group: Any
+    options: Options,
+    examples: Sequence[dict[str, Tensor]],
+    reference: Reference,
+    examples_per_microbatch: int,
+    group: Any,
 ) -> Observed:
     """One update in one layout, on this replica. Errors that all replicas share are noted; a lost peer is raised."""
     model = build_model(options.dtype)
@@ -95,7 +99,10 @@ def observe(
     )
     seen: list[int] = []
     handed_over: list[dict[str, Tensor]] = []
-    model.register_forward_pre_hook(lambda _, inputs, named: seen.extend(_recognised([*inputs, *named.values()][0], examples)), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda _, inputs, named: seen.extend(_recognised([*inputs, *named.values()][0], examples)),
+        with_kwargs=True,
+    )
     optimizer.register_step_pre_hook(lambda *_: handed_over.append(_gradients(model)))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)  # left behind by somebody: no update may take it in
@@ -153,7 +160,11 @@ def _weights_hash(model: nn.Module) -> str:
 
 
 def _report(
-    examples_per_microbatch: int, replicas: int, observed: Sequence[Observed], reference: Reference, tolerance: float
+    examples_per_microbatch: int,
+    replicas: int,
+    observed: Sequence[Observed],
+    reference: Reference,
+    tolerance: float,
 ) -> dict[str, Any]:
     """One entry of `layouts`, from what all replicas saw; `problems` says why it is not ok."""
     first = observed[0]
@@ -200,7 +211,11 @@ def _report(
 
 
 def _document(
-    reports: list[dict[str, Any]], reference: Reference, examples: Sequence[Any], tolerance: float, control: float
+    reports: list[dict[str, Any]],
+    reference: Reference,
+    examples: Sequence[Any],
+    tolerance: float,
+    control: float,
 ) -> dict[str, Any]:
     factor = control / tolerance
     return {

@@ -24,7 +24,9 @@ class Reference:
     num_tokens: int
 
 
-def reference_update(model: nn.Module, examples: Sequence[dict[str, Tensor]], coefficient: float, clip_norm: float) -> Reference:
+def reference_update(
+    model: nn.Module, examples: Sequence[dict[str, Tensor]], coefficient: float, clip_norm: float
+) -> Reference:
     """Next-token cross entropy over all supervised tokens, plus coefficient times the mean squared log-partition
     over all tokens.
 
@@ -45,7 +47,9 @@ def reference_update(model: nn.Module, examples: Sequence[dict[str, Tensor]], co
     return Reference(_clipped(model, clip_norm), loss, len(examples), supervised, tokens)
 
 
-def mean_of_means(model: nn.Module, examples: Sequence[dict[str, Tensor]], coefficient: float, clip_norm: float) -> dict[str, Tensor]:
+def mean_of_means(
+    model: nn.Module, examples: Sequence[dict[str, Tensor]], coefficient: float, clip_norm: float
+) -> dict[str, Tensor]:
     """The control: the same objective with each pair of examples averaged by itself, then the averages averaged.
 
     What a loop does that divides each microbatch's mean loss by the number of microbatches. Leaves no gradients.

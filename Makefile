@@ -1,0 +1,36 @@
+# Every target does its own set-up: a virtual environment in .venv with pinned requirements.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: train test test-all lint bench clean
+
+train: .venv/run  ## train the built-in decoder on the embedded functions with 2 workers
+	$(BIN)/isostep train --procs 2 --run-dir runs/default
+
+test: .venv/dev  ## a covering subset, under 10 minutes on 2 cores
+	$(BIN)/pytest -m "not grid"
+
+test-all: .venv/dev  ## everything, the full grids included
+	$(BIN)/pytest
+
+lint: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: .venv/dev  ## prints the table of benchmarks/README.md
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf .venv build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+
+.venv/run: requirements.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) -r requirements.txt
+	$(PIP) --no-build-isolation --no-deps -e .
+	touch $@
+
+.venv/dev: requirements-dev.txt .venv/run
+	$(PIP) -r requirements-dev.txt
+	touch $@
