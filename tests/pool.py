@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -27,6 +26,7 @@ class Pool:
         self.size = size
         self._workers: list[Any] = []
         self._pipes: list[Any] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, replicas: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
         """function(process_group, *args) on `replicas` workers. Raises WorkerError if it fails or is late on any."""
@@ -52,12 +52,14 @@ class Pool:
             worker.join()
         for pipe in self._pipes:
             pipe.close()
-        self._workers, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._workers, self._pipes, self._folder = [], [], None
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        store = tempfile.NamedTemporaryFile(prefix="isostep-test-", delete=False).name  # noqa: SIM115
-        os.unlink(store)
+        self._folder = tempfile.TemporaryDirectory(prefix="isostep-test-")
+        store = f"{self._folder.name}/store"
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             worker = context.Process(target=_serve, args=(rank, self.size, store, theirs), daemon=True)

@@ -1,7 +1,7 @@
 """Faults of optimizer, scheduler, loss scale, memory and log that public code has shown.
 
-Every test of one also runs the faulty loop, in plain torch, and must see its fault. Sources are named by repository
-and number of the issue or pull request.
+Every test of one also runs the faulty loop, in plain torch, and must see its fault. Sources are named by
+repository and number of the issue or pull request.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Seen = dict[str, Any]
 
 
 class Linear(nn.Module):
-    """w * slopes per example: the gradient of an example IS its row of slopes, whatever w is."""
+    """An example is a vector of slopes and its output slopes @ w, so its gradient IS its slopes."""
 
     def __init__(self, width: int, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -47,12 +47,12 @@ class Linear(nn.Module):
 
 
 MEAN = Term("mean", lambda outputs, batch: outputs.sum(), lambda batch: len(batch))
-"""The mean over examples: the gradient is the mean of the rows of slopes."""
+"""The mean of the outputs, whose gradient is the mean of the examples' slopes."""
 
 
-def rows(*slopes: Sequence[float]) -> list[Tensor]:
-    """A microbatch per row, of one example each."""
-    return [torch.tensor([row], dtype=torch.float64) for row in slopes]
+def microbatches_of(*slopes: Sequence[float]) -> list[Tensor]:
+    """A microbatch per example."""
+    return [torch.tensor([values], dtype=torch.float64) for values in slopes]
 
 
 def recorded(
@@ -103,7 +103,7 @@ def linear_to_zero(optimizer: torch.optim.Optimizer, updates: int) -> LambdaLR:
 def test_a_scheduler_counts_updates_not_microbatches() -> None:
     """accelerate 963: A = 4, linear to 0 over 250 updates, but stepped in every microbatch."""
     updater, optimizer, _ = recorded(Linear(1), scheduler=lambda o: linear_to_zero(o, 250))
-    rates = [updater.update(rows([1], [2], [3], [4])).learning_rates[0] for _ in range(250)]
+    rates = [updater.update(microbatches_of([1], [2], [3], [4])).learning_rates[0] for _ in range(250)]
     assert rates == [1 - done / 250 for done in range(250)]
     assert optimizer.param_groups[0]["lr"] == 0
 
@@ -113,7 +113,7 @@ def test_a_scheduler_counts_updates_not_microbatches() -> None:
     faulty_rates = []
     for _ in range(250):
         faulty_rates.append(optimizer.param_groups[0]["lr"])
-        for microbatch in rows([1], [2], [3], [4]):
+        for microbatch in microbatches_of([1], [2], [3], [4]):
             (model(microbatch).mean() / 4).backward()
             optimizer.step()
             scheduler.step()
@@ -125,19 +125,19 @@ def rates_of_engine(process_group: Any, updates: int) -> list[float]:
     updater, optimizer, _ = recorded(
         Linear(1), scheduler=lambda o: linear_to_zero(o, updates), process_group=process_group
     )
-    rates = [updater.update(rows([1], [2])).learning_rates[0] for _ in range(updates)]
+    rates = [updater.update(microbatches_of([1], [2])).learning_rates[0] for _ in range(updates)]
     return [*rates, optimizer.param_groups[0]["lr"]]
 
 
 def rates_per_rank(process_group: Any, updates: int) -> list[float]:
-    """The faulty loop: one scheduler step per rank in every update."""
+    """The faulty loop: the scheduler is stepped once per rank in every update."""
     model = DistributedDataParallel(Linear(1), process_group=process_group)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = linear_to_zero(optimizer, updates)
     rates = []
     for _ in range(updates):
         rates.append(optimizer.param_groups[0]["lr"])
-        model(rows([1])[0]).mean().backward()
+        model(microbatches_of([1])[0]).mean().backward()
         optimizer.step()
         for _ in range(dist.get_world_size(process_group)):
             scheduler.step()
@@ -156,7 +156,7 @@ def test_a_skipped_update_leaves_the_scheduler_alone() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     updater, optimizer, given = recorded(Linear(1), scheduler=lambda o: linear_to_zero(o, 10), loss_scale=scaler)
     for slope, status, done in ((math.inf, "skipped", 0), (1.0, "applied", 1)):
-        assert updater.update(rows([slope])).status == status
+        assert updater.update(microbatches_of([slope])).status == status
         assert updater.state_dict()["schedulers"][0]["last_epoch"] == done
         assert (optimizer.param_groups[0]["lr"], len(given)) == (1 - done / 10, done)
 
@@ -164,7 +164,7 @@ def test_a_skipped_update_leaves_the_scheduler_alone() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = linear_to_zero(optimizer, 10)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
-    scaler.scale(model(rows([math.inf])[0]).mean()).backward()
+    scaler.scale(model(microbatches_of([math.inf])[0]).mean()).backward()
     scaler.step(optimizer)
     scaler.update()
     with pytest.warns(UserWarning, match=r"lr_scheduler\.step\(\)"):
@@ -195,7 +195,7 @@ def test_several_optimizers_and_their_schedulers_move_together_or_not_at_all() -
     schedulers = [linear_to_zero(optimizer, 4) for optimizer in optimizers]
     updater = Updater(model, optimizers, MEAN, scheduler=schedulers, loss_scale=LossScale(SCALE))
     groups = ([1, 1], [1, math.inf], [math.inf, 1], [1, 1])
-    results = [updater.update(rows(slopes, [3, 5])) for slopes in groups]
+    results = [updater.update(microbatches_of(slopes, [3, 5])) for slopes in groups]
     assert [result.status for result in results] == ["applied", "skipped", "skipped", "applied"]
     assert [result.learning_rates for result in results] == [(1.0, 0.5), *[(0.75, 0.375)] * 3]
     assert [scheduler.last_epoch for scheduler in schedulers] == [2, 2]
@@ -205,7 +205,7 @@ def test_several_optimizers_and_their_schedulers_move_together_or_not_at_all() -
     model = TwoParts()
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     optimizers = [torch.optim.SGD(part.parameters(), lr=1.0) for part in (model.a, model.b)]
-    scaler.scale(model(rows([1, math.inf])[0]).mean()).backward()
+    scaler.scale(model(microbatches_of([1, math.inf])[0]).mean()).backward()
     for optimizer in optimizers:
         scaler.step(optimizer)
     assert model.weights() == [-1.0, 0.0]
@@ -218,13 +218,13 @@ def test_several_optimizers_and_their_schedulers_move_together_or_not_at_all() -
 def test_gradients_are_clipped_after_they_are_unscaled(kind: str) -> None:
     """pytorch/examples 1196: norm 0.5, scale 65536, clipped to 1 without unscale_."""
     updater, _, given = recorded(Linear(2), loss_scale=scaler_of(kind, 65536.0), clip_norm=1.0)
-    assert updater.update(rows([0.3, 0.4])).grad_norm == pytest.approx(0.5, abs=TOLERANCE)
+    assert updater.update(microbatches_of([0.3, 0.4])).grad_norm == pytest.approx(0.5, abs=TOLERANCE)
     assert_close(given[0], [0.3, 0.4])
 
     model = Linear(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     faulty = torch.amp.GradScaler("cpu", init_scale=65536.0)
-    faulty.scale(model(rows([0.3, 0.4])[0]).mean()).backward()
+    faulty.scale(model(microbatches_of([0.3, 0.4])[0]).mean()).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     faulty.step(optimizer)
     assert model.w.norm().item() == pytest.approx(1 / 65536, rel=1e-6)
@@ -233,12 +233,12 @@ def test_gradients_are_clipped_after_they_are_unscaled(kind: str) -> None:
 def test_the_sum_is_clipped_and_not_each_microbatch() -> None:
     """transformers 986: gradients [2, 0] and [0, 2], clipped to 1 after each microbatch."""
     updater, _, given = recorded(Linear(2), 2.0 * MEAN, clip_norm=1.0)
-    assert updater.update(rows([2, 0], [0, 2])).grad_norm == pytest.approx(math.sqrt(8), abs=TOLERANCE)
+    assert updater.update(microbatches_of([2, 0], [0, 2])).grad_norm == pytest.approx(math.sqrt(8), abs=TOLERANCE)
     assert_close(given[0], [2 / (math.sqrt(8) + 1e-6)] * 2)
     assert_close(given[0], [math.sqrt(0.5)] * 2, 1e-6)
 
     model = Linear(2)
-    for microbatch in rows([2, 0], [0, 2]):
+    for microbatch in microbatches_of([2, 0], [0, 2]):
         model(microbatch).sum().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert_close(first_gradient(model), [math.sqrt(0.2), math.sqrt(0.8)], 1e-6)
@@ -249,7 +249,7 @@ def test_the_sum_is_clipped_and_not_each_microbatch() -> None:
 
 def batch_of(replica: int, *, finite: bool) -> Tensor:
     """Two slopes per example; not finite, the last of replica 1 is inf."""
-    return rows([1 + replica, 4.0 if finite or replica != 1 else math.inf])[0]
+    return microbatches_of([1 + replica, 4.0 if finite or replica != 1 else math.inf])[0]
 
 
 def updates_under_scales(process_group: Any, kind: str, verdicts: Sequence[bool]) -> Seen:
@@ -272,7 +272,10 @@ def updates_under_scales(process_group: Any, kind: str, verdicts: Sequence[bool]
 
 
 def scaler_per_rank(process_group: Any, finite: bool, judge_first: bool) -> tuple[list[float], float]:
-    """The faulty loop: a scaler per rank. It judges its own gradients before they are added up, or the sums."""
+    """The faulty loop: a scaler per rank, which judges its own gradients before they are added up, or the sums.
+
+    Returns the weights and the scale after one update.
+    """
     replica = dist.get_rank(process_group)
     model = Linear(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -289,7 +292,7 @@ def scaler_per_rank(process_group: Any, finite: bool, judge_first: bool) -> tupl
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_replicas_share_one_scale_and_one_verdict(pool: Pool, kind: str, replicas: int) -> None:
-    """pytorch 136009, Megatron-Bridge 5591: scales 1024 and 2048, inf on one rank, and the replicas diverge."""
+    """pytorch 136009, Megatron-Bridge 5591: scales 1024 and 2048, inf on one rank, and replicas that diverge."""
     seen = pool.run(replicas, updates_under_scales, kind, [True, False, True])
     mean = pytest.approx([1 + (replicas - 1) / 2, 4.0], abs=TOLERANCE)
     for replica in seen:
@@ -376,7 +379,10 @@ def test_inf_in_float16_on_one_replica_skips_the_update_on_all(pool: Pool, repli
     ],
 )
 def test_the_scale_moves_as_in_torch(kind: str, scale: float, settings: dict[str, Any]) -> None:
-    """Over random verdicts, scale, tracker and weights after every update are those of a GradScaler by hand."""
+    """Over random verdicts, scale, tracker and weights after every update are those of a GradScaler by hand.
+
+    The last case grows up to the largest power of two in float32.
+    """
     scaler = scaler_of(kind, scale, **settings)
     model = Linear(1)
     updater, _, _ = recorded(model, loss_scale=scaler)
@@ -386,7 +392,7 @@ def test_the_scale_moves_as_in_torch(kind: str, scale: float, settings: dict[str
     draw = random.Random(3)
     scales = []
     for _ in range(60):
-        batch = rows([1.0 if draw.random() < 0.75 else math.inf])[0]
+        batch = microbatches_of([1.0 if draw.random() < 0.75 else math.inf])[0]
         result = updater.update([batch])
         torch_scaler.scale(by_hand(batch).mean()).backward()
         torch_scaler.step(optimizer)
@@ -410,16 +416,28 @@ def test_the_scale_goes_on_from_a_state_dict(kind: str) -> None:
 
     first, scaler = fresh()
     for slope in (math.inf, 1, 1):
-        first.update(rows([slope]))
+        first.update(microbatches_of([slope]))
     assert numbers_of(scaler) == (512, 2)
     second, scaler = fresh()
     second.load_state_dict(first.state_dict())
     assert numbers_of(scaler) == (512, 2)
-    assert second.update(rows([1])).loss_scale == 512
+    assert second.update(microbatches_of([1])).loss_scale == 512
     assert numbers_of(scaler) == (1024, 0)
     without, scaler = fresh()
-    without.update(rows([1]))
+    without.update(microbatches_of([1]))
     assert numbers_of(scaler) == (1024, 1)
+
+
+def test_a_grad_scaler_that_is_restored_after_the_updater_was_built_is_taken_up() -> None:
+    """The usual order on resume: build everything, then load every state."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=3)
+    updater, _, _ = recorded(Linear(1), loss_scale=scaler)
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 8.0, "_growth_tracker": 1})
+    assert updater.state_dict()["loss_scale"]["scale"] == 8
+    assert updater.update(microbatches_of([1])).loss_scale == 8
+    assert numbers_of(scaler) == (8, 2)
+    assert updater.update(microbatches_of([1])).status == "applied"
+    assert numbers_of(scaler) == (16, 0)
 
 
 def test_a_loss_scale_has_a_state_of_its_own() -> None:
@@ -435,15 +453,15 @@ def test_an_update_that_is_skipped_at_any_scale_is_an_error(kind: str) -> None:
     model = Linear(1)
     scaler = scaler_of(kind, 2.0**-22)
     updater, _, given = recorded(model, loss_scale=scaler)
-    assert [updater.update(rows([math.inf])).status for _ in range(2)] == ["skipped"] * 2
+    assert [updater.update(microbatches_of([math.inf])).status for _ in range(2)] == ["skipped"] * 2
     with pytest.raises(NonFiniteError, match="non-finite at any scale"):
-        updater.update(rows([math.inf]))
+        updater.update(microbatches_of([math.inf]))
     assert (given, model.w.item(), model.w.grad) == ([], 0.0, None)
 
     by_hand = torch.amp.GradScaler("cpu", init_scale=2.0**-22)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for _ in range(200):
-        by_hand.scale(model(rows([math.inf])[0]).mean()).backward()
+        by_hand.scale(model(microbatches_of([math.inf])[0]).mean()).backward()
         by_hand.step(optimizer)
         by_hand.update()
     assert by_hand.get_scale() == 0.0  # it skips for ever, and says nothing
@@ -457,7 +475,7 @@ def updates_in_low_precision(process_group: Any, num_gradients: int) -> tuple[Te
     num_microbatches = num_gradients + 1
     model = Linear(1, torch.bfloat16)
     updater, _, given = recorded(model, float(num_microbatches) * MEAN, process_group=process_group)
-    microbatches = rows([1.0], *[[1e-3]] * num_gradients)
+    microbatches = microbatches_of([1.0], *[[1e-3]] * num_gradients)
     result = updater.update(microbatches[updater.replica :: updater.replicas])
     assert result.grad_norm is not None
     return given[0], result.grad_norm
@@ -473,7 +491,7 @@ def test_gradients_of_low_precision_are_summed_in_float32(pool: Pool, replicas: 
         assert gradient.item() == torch.tensor(1.256).bfloat16().item()
 
     model = Linear(1, torch.bfloat16)
-    for microbatch in rows([1.0], *[[1e-3]] * 256):
+    for microbatch in microbatches_of([1.0], *[[1e-3]] * 256):
         model(microbatch).sum().backward()
     assert first_gradient(model).item() == 1.0
 
@@ -502,7 +520,7 @@ def test_bfloat16_autocast_sums_losses_in_float32() -> None:
 def engine_collectives(process_group: Any, accumulate: int, overlap: bool) -> list[int]:
     """Bytes of every collective in the engine's second update, of `accumulate` microbatches per replica."""
     updater, _, _ = recorded(Linear(256), overlap=overlap, process_group=process_group)
-    microbatches = rows(*[[1.0] * 256] * accumulate)
+    microbatches = microbatches_of(*[[1.0] * 256] * accumulate)
     updater.update(microbatches)
     with watched() as traffic:
         updater.update(microbatches)
@@ -520,7 +538,7 @@ def ddp_collectives(process_group: Any, accumulate: int, around_forward: bool) -
 
     model.register_comm_hook(None, summed)
     with watched() as traffic:
-        for i, microbatch in enumerate(rows(*[[1.0] * 256] * accumulate)):
+        for i, microbatch in enumerate(microbatches_of(*[[1.0] * 256] * accumulate)):
             silent = model.no_sync if i < accumulate - 1 else nullcontext
             with silent() if around_forward else nullcontext():
                 loss = model(microbatch).mean()
@@ -558,7 +576,7 @@ class Marked(torch.autograd.Function):
 
 
 class Watching(Linear):
-    """At the start of a forward, `alive` gets how many graphs, outputs and losses of earlier ones there are."""
+    """At the start of a forward, `alive` gets how many graphs, outputs and losses of earlier ones remain."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -587,13 +605,13 @@ def test_nothing_of_a_microbatch_is_kept_for_the_next() -> None:
     """horovod 641: `total_loss += loss` keeps the graph of every microbatch."""
     model = Watching()
     updater, _, _ = recorded(model, Term("mean", model.loss_sum, len))
-    results = [updater.update(rows([1], [2], [3], [4])) for _ in range(2)]
+    results = [updater.update(microbatches_of([1], [2], [3], [4])) for _ in range(2)]
     assert model.alive == [(0, 0, 0)] * 8
     assert [result.loss for result in results] == [0.0, -2.5 * 2.5]
 
     model = Watching()
     total_loss: Tensor | float = 0.0
-    for microbatch in rows([1], [2], [3], [4]):
+    for microbatch in microbatches_of([1], [2], [3], [4]):
         loss = model.loss_sum(model(microbatch), microbatch)
         loss.backward()
         total_loss = total_loss + loss
@@ -643,25 +661,34 @@ def test_batchnorm_is_refused_unless_it_is_allowed() -> None:
 # -------------------------------------------------------------------------------------------------------- log
 
 
-def logged_loss(process_group: Any, losses: Sequence[float], sizes: Sequence[int]) -> float | None:
-    """The engine's loss of a group whose microbatches have these mean losses and numbers of examples."""
+def model_and_microbatches(losses: Sequence[float], sizes: Sequence[int]) -> tuple[Linear, list[Tensor]]:
+    """Microbatches with these mean losses and numbers of examples."""
     model = Linear(1)
     nn.init.ones_(model.w)
+    return model, [torch.full((size, 1), loss) for loss, size in zip(losses, sizes, strict=True)]
+
+
+def logged_loss(process_group: Any, losses: Sequence[float], sizes: Sequence[int]) -> float | None:
+    """The engine's loss of a group."""
+    model, microbatches = model_and_microbatches(losses, sizes)
     updater, _, _ = recorded(model, process_group=process_group)
-    microbatches = [torch.full((size, 1), loss) for loss, size in zip(losses, sizes, strict=True)]
     return updater.update(microbatches[updater.replica :: updater.replicas]).loss
 
 
-def last_over_a(losses: Sequence[float]) -> float:
-    return losses[-1] / len(losses)
+Log = Callable[[float, float, int], float]
+"""(what is logged so far, loss of this microbatch, A) -> what is logged."""
 
 
-def last_alone(losses: Sequence[float]) -> float:
-    return losses[-1]
+def last_over_a(logged: float, loss: float, accumulate: int) -> float:
+    return loss / accumulate
 
 
-def mean_of_means(losses: Sequence[float]) -> float:
-    return sum(losses) / len(losses)
+def last_alone(logged: float, loss: float, accumulate: int) -> float:
+    return loss
+
+
+def mean_of_means(logged: float, loss: float, accumulate: int) -> float:
+    return logged + loss / accumulate
 
 
 @pytest.mark.parametrize(
@@ -677,9 +704,16 @@ def test_the_loss_is_that_of_the_whole_group(
     losses: list[float],
     sizes: list[int],
     right: float,
-    faulty: Callable[[Sequence[float]], float],
+    faulty: Log,
     seen: float,
 ) -> None:
     for replicas in (1, 2, 3):
         assert pool.run(replicas, logged_loss, losses, sizes) == [right] * replicas
-    assert faulty(losses) == seen
+
+    model, microbatches = model_and_microbatches(losses, sizes)
+    logged = 0.0
+    for microbatch in microbatches:
+        loss = model(microbatch).mean()
+        (loss / len(microbatches)).backward()
+        logged = faulty(logged, loss.item(), len(microbatches))
+    assert logged == seen

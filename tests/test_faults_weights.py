@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, TensorDataset
 
 from isostep import (
     LossScale,
@@ -207,24 +207,24 @@ def on_replicas(pool: Pool, replicas: int, function: Callable[..., Any], *args: 
     return pool.run(replicas, function, *args) if replicas > 1 else [function(None, *args)]
 
 
-@pytest.mark.parametrize("row", DIVISIONS, ids=lambda row: row.source)
-def test_every_target_of_the_group_has_the_same_weight(pool: Pool, row: Division) -> None:
+@pytest.mark.parametrize("case", DIVISIONS, ids=lambda case: case.source)
+def test_every_target_of_the_group_has_the_same_weight(pool: Pool, case: Division) -> None:
     def spread(per_microbatch: Sequence[float]) -> list[float]:
-        pairs = zip(row.sizes, per_microbatch, strict=True)
+        pairs = zip(case.sizes, per_microbatch, strict=True)
         return [w for (some, masked), weight in pairs for w in [weight] * some + [0.0] * masked]
 
-    num_targets = sum(supervised for supervised, _ in row.sizes)
-    right = spread([1 / num_targets] * len(row.sizes))
+    num_targets = sum(supervised for supervised, _ in case.sizes)
+    right = spread([1 / num_targets] * len(case.sizes))
     layouts = ((1, False, False), (2, False, False), (2, True, True), (3, True, False), (4, False, True))
     for replicas, wrap, overlap in layouts:
-        for weights in on_replicas(pool, replicas, updated_weights, row.sizes, wrap, overlap):
+        for weights in on_replicas(pool, replicas, updated_weights, case.sizes, wrap, overlap):
             assert_weights(weights, right)
             assert_weights(sum(weights), 1.0)
 
-    for weights in on_replicas(pool, row.replicas, divided_weights, row.sizes, row.factor, row.average):
-        assert_weights(weights, spread(row.seen))
-        assert_weights(sum(weights), row.seen_total)
-    assert max(abs(a - b) for a, b in zip(spread(row.seen), right, strict=True)) > 1e-3
+    for weights in on_replicas(pool, case.replicas, divided_weights, case.sizes, case.factor, case.average):
+        assert_weights(weights, spread(case.seen))
+        assert_weights(sum(weights), case.seen_total)
+    assert max(abs(a - b) for a, b in zip(spread(case.seen), right, strict=True)) > 1e-3
 
 
 # ------------------------------------------------------------------------- counts that are not what is summed
@@ -355,7 +355,7 @@ def updates_of(
 
 
 def hand_written_updates(num_examples: int, accumulate: int, epochs: int = 1, *, tail: bool = False) -> list[Tensor]:
-    """The usual loop: losses / A, a step where (i + 1) % A == 0, and in the last microbatch if `tail`."""
+    """The usual loop: losses / A, an update where (i + 1) % A == 0, and after the last microbatch if `tail`."""
     probe = Probe(num_examples)
     given = []
     for _ in range(epochs):
@@ -527,7 +527,8 @@ def fed_ids(process_group: Any, num_examples: int, examples_per_update: int, epo
 
 def padding_sampler(replica: int, replicas: int, num_examples: int) -> list[int]:
     """torch's sampler: repeats the first ids until the replicas have equally many."""
-    return list(DistributedSampler(range(num_examples), replicas, replica, shuffle=False))  # pyright: ignore[reportArgumentType]
+    data = TensorDataset(torch.arange(num_examples))
+    return list(DistributedSampler(data, replicas, replica, shuffle=False))
 
 
 def own_shuffle(replica: int, replicas: int, num_examples: int) -> list[int]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isostep import Term, Updater, causal_lm, groups, token_cross_entropy
 from isostep.distributed import reduce
@@ -180,7 +181,7 @@ def _empty_term(group: Any) -> tuple[float, dict[str, float | None], float]:
     updater = Updater(model, optimizer, [*objective(), poison], process_group=group)
     examples = build_examples(9, 0)
     reference = reference_update(build_model(torch.float64), examples, COEFFICIENT, 1e9)
-    result = [updater.update(g) for g in groups(examples, examples_per_update=9, examples_per_microbatch=2)][0]
+    result = updater.update(next(iter(groups(examples, examples_per_update=9, examples_per_microbatch=2))))
     return gradient_error(gradients, reference.gradients)[0], result.terms, result.denominators["poison"]
 
 
@@ -199,7 +200,7 @@ def _tied(group: Any) -> float:
     reference = reference_update(same, examples, 0.0, 1e9)
     norm = torch.stack([g.square().sum() for g in reference.gradients.values()]).sum().sqrt().item()
     updater = Updater(model, torch.optim.SGD(model.parameters(), lr=0.1), causal_lm, process_group=group)
-    result = [updater.update(g) for g in groups(examples, examples_per_update=6, examples_per_microbatch=1)][0]
+    result = updater.update(next(iter(groups(examples, examples_per_update=6, examples_per_microbatch=1))))
     assert result.grad_norm is not None
     return abs(result.grad_norm - norm) / norm
 
@@ -265,3 +266,32 @@ def test_two_small_collectives_and_gradients_once(pool: Pool, overlap: bool) -> 
     for small_calls, large_bytes, gradient_bytes in pool.run(2, _collectives, overlap):
         assert small_calls == 2
         assert large_bytes == gradient_bytes
+
+
+class Synchronisations(TorchDispatchMode):
+    """Counts the operators that make the host wait for a device: reading a tensor's value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.item)
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_synchronisation_per_microbatch() -> None:
+    """Counts known on the host: what is read of tensors does not grow with the number of microbatches."""
+    term = Term("sum", lambda outputs, batch: outputs.square().sum(), lambda batch: batch.numel())
+    model = nn.Linear(3, 3)
+    updater = Updater(model, torch.optim.SGD(model.parameters(), lr=0.1), term, clip_norm=1.0)
+
+    def reads(num_microbatches: int) -> int:
+        with Synchronisations() as mode:
+            updater.update([torch.ones(2, 3)] * num_microbatches)
+        return mode.count
+
+    assert reads(1) == reads(7)
+    with Synchronisations() as control:
+        torch.ones(()).item()
+    assert control.count == 1

@@ -6,10 +6,13 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isostep.units import MASK64, Coverage, derive_key, mix64, mix64_array
+
+unhurried = settings(deadline=None)
+"""No time limit for one try: other processes may run beside the tests."""
 
 GAMMA = 0x9E3779B97F4A7C15
 SPLITMIX64_SEED_0 = [
@@ -34,6 +37,7 @@ def test_mix64_takes_its_argument_modulo_2_to_the_64() -> None:
     assert mix64(0) != mix64(1) != mix64(MASK64)
 
 
+@unhurried
 @given(st.lists(ids64, min_size=1, max_size=50))
 def test_mix64_array_equals_mix64(values: list[int]) -> None:
     mixed = mix64_array(np.array(values, dtype=np.uint64))
@@ -84,6 +88,7 @@ def test_derive_key_of_a_grid_of_parts_has_no_collision() -> None:
     assert all(0 <= key <= MASK64 for key in keys)
 
 
+@unhurried
 @given(st.lists(ids64, max_size=20), st.randoms(use_true_random=False))
 def test_coverage_is_order_independent(ids: list[int], shuffler: random.Random) -> None:
     shuffled = list(ids)
@@ -91,12 +96,14 @@ def test_coverage_is_order_independent(ids: list[int], shuffler: random.Random) 
     assert Coverage.of(shuffled) == Coverage.of(ids)
 
 
+@unhurried
 @given(st.lists(ids64, max_size=20), st.integers(0, 20))
 def test_coverage_is_additive(ids: list[int], cut: int) -> None:
     assert Coverage.of(ids[:cut]) + Coverage.of(ids[cut:]) == Coverage.of(ids)
     assert Coverage.of(ids) + Coverage() == Coverage.of(ids)
 
 
+@unhurried
 @given(some_ids, st.data())
 def test_coverage_notices_a_lost_doubled_swapped_or_foreign_id(ids: list[int], data: st.DataObject) -> None:
     """A swap is one id in the place of another: the count is right, only the hash can tell."""

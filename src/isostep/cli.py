@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,9 @@ COMMANDS = {
     "inspect": "find parts of a model whose result depends on how the update is split",
     "explain": "worked pictures of replicas, tokens and batches",
 }
+
+
+MAX_PROCS = 64
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,8 +38,32 @@ def positive_int(text: str) -> int:
     except ValueError:
         value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of 1 or more")
+        raise argparse.ArgumentTypeError(f"got {shortened(text)!r}, expected a whole number of 1 or more")
     return value
+
+
+def process_count(text: str) -> int:
+    """Argument type: a number of local workers, at most 64: more do not fit on one machine."""
+    value = positive_int(text)
+    if value > MAX_PROCS:
+        raise argparse.ArgumentTypeError(f"got {shortened(text)!r}, expected at most {MAX_PROCS} local workers")
+    return value
+
+
+def positive_float(text: str) -> float:
+    """Argument type: a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not (value > 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"got {shortened(text)!r}, expected a finite number above 0")
+    return value
+
+
+def shortened(text: str, length: int = 60) -> str:
+    """A value as an error line can quote it."""
+    return text if len(text) <= length else f"{text[:length]}..."
 
 
 def write_json(path: str | None, document: dict[str, Any]) -> None:
@@ -81,6 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except IsostepError as error:
         print(f"isostep: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"isostep: {error}; free space or mend access, then run it again", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("isostep: interrupted; nothing is left running", file=sys.stderr)
         return 130

@@ -105,11 +105,15 @@ class Counted:
 
 @dataclass
 class Attempt:
-    """Phase 2's outcome, of this replica. `last_loss` waits for its backward where reduction overlaps that."""
+    """Phase 2's outcome, of this replica.
+
+    sums: per microbatch S_t of every term, or None for a term that is empty in the whole group.
+    last_loss: waits for its backward where reduction overlaps that.
+    """
 
     coverage: Coverage = field(default_factory=Coverage)
     ids: list[tuple[int, ...] | None] = field(default_factory=list)
-    sums: list[Tensor] = field(default_factory=list)
+    sums: list[list[Tensor | None]] = field(default_factory=list)
     last_loss: Tensor | None = None
     error: Exception | None = None
 

@@ -48,6 +48,7 @@ def evaluate(engine: Engine, microbatches: Iterable[Microbatch]) -> EvaluationRe
             sums += torch.stack([term.sum_of(outputs, batch).to(torch.float64) for term in terms])
             row = [1, microbatch.examples, *total_counts(engine.objective, [microbatch])]
             totals = [total + value for total, value in zip(totals, row, strict=True)]
+            del batch, outputs  # the next forward must not find them in memory
     (failed, *values), group_sums = engine.comm.sum("evaluate", [attempt.error is not None, *totals], sums).wait()
     if failed:
         raise_shared(engine.comm, attempt.error, "evaluate")

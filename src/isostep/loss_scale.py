@@ -28,6 +28,9 @@ class LossScale:
     growth_interval: int = 2000
     applied_in_a_row: int = 0
 
+    def refresh(self) -> None:
+        """Take up what was changed elsewhere since the last update."""
+
     def record(self, *, finite: bool) -> None:
         """Move the scale after a verdict. Raises NonFiniteError where halving has stopped helping."""
         if not finite:
@@ -54,7 +57,7 @@ class LossScale:
 
 
 class TorchLossScale(LossScale):
-    """A torch.amp.GradScaler used for its numbers: scale, factors and interval are read from it and written back.
+    """A torch.amp.GradScaler used for its numbers: all are read from it before every update, and written back.
 
     Its own `unscale_` and `step` are never called: they judge one rank's gradients, before any reduction.
     """
@@ -62,18 +65,27 @@ class TorchLossScale(LossScale):
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         if not scaler.is_enabled():
             raise InputError.of("loss_scale", "a disabled GradScaler", "an enabled one", "leave loss_scale out")
+        super().__init__()
         self._scaler = scaler
-        state = scaler.state_dict()
-        super().__init__(
-            state["scale"], state["growth_factor"], state["backoff_factor"], state["growth_interval"],
-            state["_growth_tracker"],
-        )  # fmt: skip
+        self.refresh()
+
+    def refresh(self) -> None:
+        state = self._scaler.state_dict()
+        self.scale = state["scale"]
+        self.growth_factor = state["growth_factor"]
+        self.backoff_factor = state["backoff_factor"]
+        self.growth_interval = state["growth_interval"]
+        self.applied_in_a_row = state["_growth_tracker"]
 
     def record(self, *, finite: bool) -> None:
         try:
             super().record(finite=finite)
         finally:
             self._write_back()
+
+    def state_dict(self) -> dict[str, Any]:
+        self.refresh()
+        return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

@@ -56,6 +56,8 @@ class Term:
         """`0.5 * mse`: the same term with its coefficient multiplied."""
         return replace(self, coefficient=factor * self.coefficient)
 
+    __mul__ = __rmul__
+
     def sum_of(self, outputs: Outputs, batch: Batch) -> Tensor:
         """S_t of one microbatch, float32 or wider. Raises InputError unless sum_fn gives a scalar tensor."""
         value = self.sum_fn(outputs, batch)
@@ -150,8 +152,9 @@ def logits_of(outputs: Outputs) -> Tensor:
 
 
 def labels_of(batch: Batch) -> Tensor:
-    """Labels of a batch: its entry `labels`, or the second element of a tuple or list."""
-    labels = batch.get("labels") if isinstance(batch, Mapping) else _element(batch, 1)
+    """Labels of a batch: its entry or field `labels`, or else the second element of a tuple or list."""
+    named = batch.get("labels") if isinstance(batch, Mapping) else getattr(batch, "labels", None)
+    labels = _element(batch, 1) if named is None and not isinstance(batch, Mapping) else named
     if not isinstance(labels, Tensor):
         raise InputError.of(
             "batch", _types(batch), "a tensor 'labels' in a mapping, or a pair (inputs, labels)",

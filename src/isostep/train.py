@@ -7,10 +7,12 @@ import json
 import math
 import platform
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,11 @@ import torch
 
 from .data.groups import DataGroup, groups
 from .data.stdlib_functions import VOCAB_SIZE, StdlibFunctions
+from .distributed.comm import on_first_rank
 from .errors import InputError, IsostepError
 from .grouping import GroupPlan
 from .layout import Layout, ladder
 from .ledger import (
-    Counts,
     Dropped,
     EndReason,
     Evaluated,
@@ -69,13 +71,14 @@ class What:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """One run. `evaluate_every` counts applied updates."""
+    """One run. `evaluate_every` counts applied updates; `quiet` reports on stderr, for a document on stdout."""
 
     what: What
     examples_per_microbatch: int
     overlap: bool
     evaluate_every: int
     run_dir: str
+    quiet: bool = False
 
 
 LEDGER = "ledger.jsonl"
@@ -94,6 +97,7 @@ def check_run_dir(run_dir: Path) -> bool:
         return False
     events = read(path)
     if events and isinstance(events[-1], RunEnded) and events[-1].reason == "complete":
+        print(f"{run_dir} is complete; nothing to do", file=sys.stderr)
         return True
     raise InputError.of(
         "run directory", str(run_dir), "an empty or a complete one",
@@ -101,15 +105,16 @@ def check_run_dir(run_dir: Path) -> bool:
     )  # fmt: skip
 
 
-def content_hash(context_length: int) -> str:
-    """Hash of the training data of this context length."""
-    return StdlibFunctions(context_length, split="train").content_hash()
-
-
 def train_worker(options: Options) -> None:
-    """In every worker: the whole run. Replica 0 writes the ledger and reports."""
-    what = options.what
-    train = StdlibFunctions(what.context_length, split="train")
+    """In every worker: the whole run, unless it is complete already. Replica 0 writes the ledger and reports.
+
+    Raises KeyboardInterrupt after a signal, when the update under way is done and recorded.
+    """
+    if on_first_rank(partial(check_run_dir, Path(options.run_dir))):
+        return
+    train = StdlibFunctions(options.what.context_length, split="train")
+    what = replace(options.what, content_hash=train.content_hash())
+    options = replace(options, what=what)
     validation = StdlibFunctions(what.context_length, split="validation")
     model = Decoder(
         DecoderConfig(VOCAB_SIZE, what.context_length, width=what.width, depth=what.depth, heads=what.heads),
@@ -142,6 +147,8 @@ def train_worker(options: Options) -> None:
             run.complete(plan.dropped)
         if updater.replica == 0:
             torch.save(model.state_dict(), Path(options.run_dir, WEIGHTS))
+    if run.reason == "stopped":
+        raise KeyboardInterrupt
 
 
 def _schedule(num_updates: int) -> Any:
@@ -258,7 +265,7 @@ class _Run:
 
     def say(self, text: str) -> None:
         if self.lead:
-            print(text, flush=True)
+            print(text, file=sys.stderr if self.options.quiet else sys.stdout, flush=True)
 
 
 @contextmanager
@@ -274,8 +281,8 @@ def stop_on_signal(updater: Updater) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def summary(run_dir: Path) -> tuple[str, bool]:
-    """What the ledger of a run says, and whether its coverage is proved. Reads the ledger and nothing else."""
+def summary(run_dir: Path) -> dict[str, Any]:
+    """What the ledger of a run says, as a document; `coverage` is proved anew. Reads the ledger and nothing else."""
     events = read(run_dir / LEDGER)
     start = next((event for event in events if isinstance(event, RunStarted)), None)
     if start is None:
@@ -288,23 +295,32 @@ def summary(run_dir: Path) -> tuple[str, bool]:
     )
     proof = prove_coverage(events, plan.ids_of)
     totals = fold(events)
-    losses = [f"{e.loss:.4f}" for e in totals.evaluations if e.loss is not None]
+    return {
+        "schema": 1,
+        "run_dir": str(run_dir),
+        "what_hash": start.what_hash,
+        "updates": {name: getattr(totals, name) for name in ("attempted", "applied", "skipped", "empty")},
+        "counters": asdict(totals.counters),
+        "validation": [{"after_applied": e.after_applied, "loss": e.loss} for e in totals.evaluations],
+        "coverage": {"proved": proof.ok, "text": proof.text().splitlines(), "faults": list(proof.faults)},
+    }
+
+
+def summary_text(document: dict[str, Any]) -> str:
+    """A summary for people."""
+    updates, counts = document["updates"], document["counters"]
+    losses = [_number(evaluation["loss"]) for evaluation in document["validation"]]
     lines = [
-        f"updates: {totals.attempted} attempted, {totals.applied} applied, {totals.skipped} skipped, {totals.empty} empty",
-        _count_line(totals.counters),
+        f"updates: {', '.join(f'{number} {name}' for name, number in updates.items())}",
+        f"examples: {counts['examples']:,} in {counts['microbatches']:,} microbatches",
+        f"tokens: {counts['supervised_tokens']:,} supervised, {counts['total_tokens']:,} in all, "
+        f"of which {counts['padding_tokens']:,} padding",
         f"validation loss: {' -> '.join(losses)}",
-        "coverage, recomputed from the ledger's seed and positions:",
-        *proof.text().splitlines(),
+        "coverage, proved from the ledger's seed and positions:",
+        *document["coverage"]["text"],
     ]
-    return "\n".join(lines), proof.ok
+    return "\n".join(lines)
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
-
-
-def _count_line(counts: Counts) -> str:
-    return (
-        f"examples {counts.examples:,} in {counts.microbatches:,} microbatches; tokens {counts.supervised_tokens:,} "
-        f"supervised, {counts.total_tokens:,} in all, of which {counts.padding_tokens:,} padding"
-    )

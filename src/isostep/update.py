@@ -47,7 +47,7 @@ def run(engine: Engine, group: Work) -> UpdateResult:
 
 
 def attempted(engine: Engine, group: Work, halvings: int) -> UpdateResult | None:
-    """The five phases in order. None where memory ran out in phase 2: nothing has changed, the group may be replayed."""
+    """The five phases in order. None where memory ran out in phase 2: nothing has changed, replay the group."""
     engine.gradients.begin()
     try:
         microbatches, counting = count(engine, group)
@@ -101,11 +101,12 @@ class Counting:
         Raises on all replicas if loading or counting failed on one.
         """
         if self._counted is None:
-            (failed, more, scale, *values), _ = self._pending.wait()
+            (failed, more, scale, applied_in_a_row, *values), _ = self._pending.wait()
             if failed:
                 raise_shared(self._engine.comm, self._error, "count")
             if self._engine.loss_scale is not None:
                 self._engine.loss_scale.scale = scale
+                self._engine.loss_scale.applied_in_a_row = int(applied_in_a_row)
             self._counted = counted_from(self._engine, values, more=more > 0)
         return self._counted
 
@@ -121,9 +122,12 @@ def count(engine: Engine, group: Work) -> tuple[list[Microbatch], Counting]:
         totals = total_counts(engine.objective, microbatches)
     except Exception as failure:
         error, microbatches = failure, []
-    scale = engine.loss_scale.scale if engine.loss_scale is not None and comm.replica == 0 else 0.0
+    scale = [0.0, 0.0]
+    if engine.loss_scale is not None and comm.replica == 0:
+        engine.loss_scale.refresh()
+        scale = [engine.loss_scale.scale, engine.loss_scale.applied_in_a_row]
     examples = sum(microbatch.examples for microbatch in microbatches)
-    pending = comm.sum("count", [error is not None, group.more, scale, len(microbatches), examples, *totals])
+    pending = comm.sum("count", [error is not None, group.more, *scale, len(microbatches), examples, *totals])
     return microbatches, Counting(engine, pending, error)
 
 
@@ -186,7 +190,10 @@ def local(engine: Engine, group: Work, microbatches: list[Microbatch], counting:
             batch = to_device(microbatch.batch, engine.device)
             outputs = forward(engine, group, attempt, microbatch, batch, index)
         counted = counting.result()
-        if attempt.error is not None or counted.empty:
+        if attempt.error is not None:
+            break
+        if counted.empty:  # nothing more to run, but what was loaded is still judged
+            attempt.coverage = sum((m.coverage for m in microbatches), attempt.coverage)
             break
         with attempt.recording():
             loss = weighted_loss(engine.objective, counted, outputs, batch, attempt)
@@ -217,22 +224,17 @@ def weighted_loss(objective: Objective, counted: Counted, outputs: Outputs, batc
     """
     scale = 1.0 if counted.loss_scale is None else counted.loss_scale
     total: Tensor | None = None
-    sums: list[Tensor] = []
+    sums: list[Tensor | None] = []
     for term, factor in zip(objective.terms, counted.factors, strict=True):
         if factor is None:
-            sums.append(torch.zeros((), dtype=torch.float64))
+            sums.append(None)
             continue
-        value = term.sum_fn(outputs, batch)
-        if not isinstance(value, Tensor) or value.dim() != 0:
-            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise InputError.of(f"sum of {term.name}", got, "a scalar tensor", "add up the losses in its sum_fn")
-        value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-        sums.append(value.detach().to(torch.float64))
+        value = term.sum_of(outputs, batch)
+        sums.append(value.detach())
         share = value * (factor * scale)
         total = share if total is None else total + share
     assert total is not None, "an empty group has no loss"
-    device = total.device
-    attempt.sums.append(torch.stack([s.to(device) for s in sums]))
+    attempt.sums.append(sums)
     return total
 
 
@@ -275,16 +277,24 @@ def vote(engine: Engine, group: Work, attempt: Attempt, counted: Counted) -> Ver
         seen.count,
         *engine.gradients.present(),
     ]
-    zero = torch.zeros(len(engine.objective.terms), dtype=torch.float64, device=engine.device)
-    sums = torch.stack(attempt.sums).sum(0) if attempt.sums else zero
+    sums = term_sums(attempt, len(engine.objective.terms), engine.device)
     (oom, failed, stop, high, low, num_seen, *present), sums = engine.comm.sum("vote", host, sums).wait()
     if failed:
         raise_shared(engine.comm, error, "local")
     total = Coverage((int(high) << 32) + int(low) & (1 << 64) - 1, int(num_seen))
-    if not (oom or counted.empty):
+    if not oom:
         check_coverage(group, total)
     assert sums is not None
     return Verdict(oom > 0, stop > 0, total, [p > 0 for p in present], sums)
+
+
+def term_sums(attempt: Attempt, num_terms: int, device: torch.device) -> Tensor:
+    """S_t over this replica's microbatches, added up in float64: [terms]."""
+    sums = torch.zeros(num_terms, dtype=torch.float64, device=device)
+    for t, values in enumerate(zip(*attempt.sums, strict=True)):
+        if present := [value for value in values if value is not None]:
+            sums[t] = torch.stack(present).to(torch.float64).sum()
+    return sums
 
 
 def check_coverage(group: Work, seen: Coverage) -> None:
@@ -381,7 +391,7 @@ def clip_factor(norm: float, clip_norm: float | None) -> float:
 
 def raise_non_finite(engine: Engine, group: Work, attempt: Attempt, norm: float) -> NoReturn:
     """Raise NonFiniteError on every replica, naming the microbatches whose loss was not finite."""
-    finite = torch.stack(attempt.sums).isfinite().all(1).tolist() if attempt.sums else []
+    finite = [all(s is None or bool(s.isfinite()) for s in sums) for sums in attempt.sums]
     mine = [ids for ids, ok in zip(attempt.ids, finite, strict=True) if not ok and ids is not None]
     suspects = [list(ids) for found in engine.comm.gather(mine) for ids in found]
     where = f"microbatches with such a loss, by example ids: {suspects}" if suspects else "every loss was finite"

@@ -145,7 +145,7 @@ class Updater:
             raise InputError.of("examples_per_microbatch", examples_per_microbatch, "1 or more", "give a size")
         if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
             return evaluate(self._engine, self._shared_out(data, examples_per_microbatch, collate))
-        return evaluate(self._engine, (Microbatch(batch, count_examples(batch)) for batch in data))
+        return evaluate(self._engine, _ready_microbatches(data))
 
     def request_stop(self) -> None:
         """Ask all replicas to stop: the `stop_requested` of the next result is true on every one of them.
@@ -193,6 +193,12 @@ class Updater:
         for piece in hosted(len(pieces), self.replica, self.replicas):
             ids = range(pieces[piece], min(pieces[piece] + examples_per_microbatch, len(data)))
             yield Microbatch(collate([data[i] for i in ids]), len(ids))
+
+
+def _ready_microbatches(batches: Iterable[Batch]) -> Iterator[Microbatch]:
+    """A generator and not an expression: a DataLoader draws its seed when it is iterated, not when it is passed."""
+    for batch in batches:
+        yield Microbatch(batch, count_examples(batch))
 
 
 def check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

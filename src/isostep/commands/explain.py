@@ -46,6 +46,7 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the three topics and their options."""
+    parser.epilog = "example:\n  isostep explain replicas --portions 1,1,4"
     topics = parser.add_subparsers(dest="topic", metavar="TOPIC", required=True, parser_class=cli.Parser)
     _configure_replicas(_topic(topics, "replicas", "one update over several replicas", REPLICAS_EXAMPLES))
     _configure_tokens(_topic(topics, "tokens", "the weight of a token in six common loops", TOKENS_EXAMPLES))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..cli import positive_int, write_json
+from ..cli import positive_float, positive_int, process_count, write_json
 
 EPILOG = """example:
   isostep verify --procs 4 --json verify.json
@@ -20,7 +20,7 @@ Exit code 0: every layout matches. 1: some layout does not.
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
-    parser.add_argument("--procs", type=positive_int, default=4, help="workers: replicas 1 to this (default 4)")
+    parser.add_argument("--procs", type=process_count, default=4, help="workers: replicas 1 to this (default 4)")
     parser.add_argument(
         "--examples-per-microbatch", type=positive_int, nargs="+", default=[1, 2, 3, 4, 13], metavar="M",
         help="microbatch sizes of the grid (default 1 2 3 4 13)",
@@ -30,7 +30,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
     parser.add_argument("--overlap", action="store_true", help="reduce during each replica's last backward")
     parser.add_argument("--ddp", action="store_true", help="wrap the model in DistributedDataParallel first")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds that any collective may take (default 60)")
+    parser.add_argument(
+        "--timeout", type=positive_float, default=60.0, help="seconds that any collective may take (default 60)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the document here, - for standard output")
 
 

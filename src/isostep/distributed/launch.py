@@ -24,9 +24,9 @@ from ..errors import InputError, IsostepError, PeerError, PeerLostError
 Worker = Callable[..., Any]
 
 
-def launched() -> bool:
-    """Whether a launcher (torchrun, a scheduler) has started this process as one of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+def launched_rank() -> int | None:
+    """This process's rank where a launcher (torchrun, a scheduler) has started it as one of several; else None."""
+    return int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
 
 
 def run_workers(procs: int, worker: Worker, *args: Any, timeout: float) -> Any:
@@ -36,9 +36,8 @@ def run_workers(procs: int, worker: Worker, *args: Any, timeout: float) -> Any:
     in seconds, bounds every collective. worker and args must be picklable, and so must the result.
     An error of a worker is raised here, in one line, after all workers have ended.
     """
-    if launched():
+    if launched_rank() is not None:
         return _in_process_group(worker, args, timeout, threads=None)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     threads = max(1, (os.cpu_count() or 1) // procs)
     with tempfile.TemporaryDirectory(prefix="isostep-") as folder:
         config = LaunchConfig(
@@ -52,12 +51,16 @@ def run_workers(procs: int, worker: Worker, *args: Any, timeout: float) -> Any:
             max_restarts=0,
             monitor_interval=0.05,
         )
+        disabled = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)  # the agent logs several lines where one error says it all
         try:
             return elastic_launch(config, _guarded)(worker, args, timeout, threads, folder)[0]
         except ChildFailedError as failure:
             raise _first_error(Path(folder), failure) from None
         except SignalException as stop:
             raise KeyboardInterrupt from stop
+        finally:
+            logging.disable(disabled)
 
 
 def _guarded(worker: Worker, args: tuple[Any, ...], timeout: float, threads: int, folder: str) -> Any:

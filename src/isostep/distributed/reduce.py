@@ -53,29 +53,35 @@ def cut_buckets(gradients: GradientSums, limit: int) -> list[Bucket]:
 
 
 class GradientReducer:
-    """Reduces the gradients of one model over one process group."""
+    """Reduces the gradients of one model; remembers its buckets."""
 
-    def __init__(self, process_group: dist.ProcessGroup, wait: Callable[[dist.Work], None]) -> None:
-        self._process_group, self._wait = process_group, wait
+    def __init__(self) -> None:
         self._trainable: tuple[bool, ...] = ()
         self._buckets: list[Bucket] = []
 
-    def reduce(self, gradients: GradientSums, backward: Callable[[], None] | None, present: Sequence[bool]) -> None:
-        """Replace every gradient by its sum over the process group; see `comm.Comm.reduce`.
+    def reduce(
+        self,
+        group: dist.ProcessGroup,
+        gradients: GradientSums,
+        backward: Callable[[], None] | None,
+        present: Sequence[bool],
+        wait: Callable[[dist.Work], None],
+    ) -> None:
+        """Replace every gradient by its sum over the group; see `comm.Comm.reduce`.
 
         A parameter that has a gradient on some replicas counts as zero on the others, and as None where it has one
         on none. Only if that is not known before an overlapped backward is it asked for in a small all-reduce.
         """
-        sending = _Sending(gradients, self._buckets_of(gradients), self._process_group)
+        sending = _Sending(gradients, self._buckets_of(gradients), group)
         if backward is not None:
             sending.during(backward)
         here = gradients.present()
         sending.rest()
         for work in sending.works:
-            self._wait(work)
+            wait(work)
         wanted = [p or not trainable for p, trainable in zip(present, self._trainable, strict=True)]
         if backward is not None and not all(wanted):
-            present = self._anywhere(here, sending)
+            present = sending.anywhere(here, wait)
         for i, anywhere in enumerate(present):
             if not anywhere:
                 gradients[i] = None
@@ -86,13 +92,6 @@ class GradientReducer:
             self._trainable, self._buckets = trainable, cut_buckets(gradients, BUCKET_BYTES)
         return self._buckets
 
-    def _anywhere(self, here: Sequence[bool], sending: _Sending) -> list[bool]:
-        flags = torch.tensor(here, dtype=torch.float32, device=sending.device)
-        work = dist.all_reduce(flags, group=self._process_group, async_op=True)
-        assert work is not None
-        self._wait(work)
-        return (flags > 0).tolist()
-
 
 class _Sending:
     """The buckets of one update on their way: each starts once, in order."""
@@ -102,7 +101,7 @@ class _Sending:
         self._bucket_of = {i: b for b, bucket in enumerate(buckets) for i in bucket.indices}
         self._unfinished = [set(bucket.indices) for bucket in buckets]
         self.works: list[dist.Work] = []
-        self.device = gradients.parameters[0].device
+        self._device = gradients.parameters[0].device
 
     def during(self, backward: Callable[[], None]) -> None:
         """Run a backward; start each bucket when its last gradient is final and the buckets before it are started."""
@@ -118,6 +117,14 @@ class _Sending:
         """Start every bucket that is not started yet."""
         while len(self.works) < len(self._buckets):
             self._start(self._buckets[len(self.works)])
+
+    def anywhere(self, here: Sequence[bool], wait: Callable[[dist.Work], None]) -> list[bool]:
+        """Per parameter, whether any replica has a gradient for it."""
+        flags = torch.tensor(here, dtype=torch.float32, device=self._device)
+        work = dist.all_reduce(flags, group=self._group, async_op=True)
+        assert work is not None
+        wait(work)
+        return (flags > 0).tolist()
 
     def _final(self, i: int, parameter: Tensor) -> None:
         bucket = self._bucket_of[i]
@@ -145,7 +152,7 @@ class _Sending:
 
     def _flat(self, bucket: Bucket) -> Tensor:
         parameters = [self._gradients.parameters[i] for i in bucket.indices]
-        flat = torch.empty(sum(p.numel() for p in parameters), dtype=bucket.dtype, device=self.device)
+        flat = torch.empty(sum(p.numel() for p in parameters), dtype=bucket.dtype, device=self._device)
         for i, part in zip(bucket.indices, flat.split([p.numel() for p in parameters]), strict=True):
             view = part.view(self._gradients.parameters[i].shape)
             gradient = self._gradients[i]

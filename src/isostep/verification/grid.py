@@ -29,7 +29,11 @@ SMALL_COLLECTIVES = {2, 3}
 
 @dataclass(frozen=True)
 class Options:
-    """What to verify. `ddp` wraps the model in DistributedDataParallel first. `setup` is called in every worker first (tests break the engine with it)."""
+    """What to verify: layouts are pairs of examples per microbatch and replicas.
+
+    ddp: wrap the model in DistributedDataParallel first. setup: called in every worker first; tests break the engine
+    with it.
+    """
 
     layouts: tuple[tuple[int, int], ...]
     num_examples: int = 13

@@ -55,7 +55,8 @@ def mean_of_means(
     What a loop does that divides each microbatch's mean loss by the number of microbatches. Leaves no gradients.
     """
     model.zero_grad(set_to_none=True)
-    pairs = [examples[i : i + 2] for i in range(0, len(examples), 2)]
+    size = 2 if len(examples) > 2 else 1
+    pairs = [examples[i : i + size] for i in range(0, len(examples), size)]
     for pair in pairs:
         supervised = max(1, sum(int(label) != -100 for e in pair for label in e["labels"][1:]))
         tokens = sum(len(e["input_ids"]) for e in pair)
