@@ -72,7 +72,8 @@ def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float
         total = torch.zeros(())
         for batch in microbatches:
             logits = model(batch["input_ids"])
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+            targets = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)  # shifting the logits would copy them
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
             (loss / denominator).backward()
             total += loss.detach()
         if dist.get_world_size() > 1:

@@ -38,7 +38,10 @@ def ladder(layout: Layout, plan: GroupPlan, context_length: int) -> str:
         ("replica, per update", per_replica, f"A = {accumulate} microbatches, at most"),
         ("update", size, f"D = {layout.replicas} replicas"),
     ]
-    lines = [f"{name:<20}{n:>9,} examples{n * context_length:>13,} tokens at most   {note}" for name, n, note in scopes]
+    lines = [
+        f"{name:<20}{n:>9,} {'example ' if n == 1 else 'examples'}{n * context_length:>12,} tokens at most   {note}"
+        for name, n, note in scopes
+    ]
     rest = plan.num_examples % size
     last = f", the last of {rest} examples" if rest and plan.last_group == "keep" else ""
     left_out = f", {rest} examples dropped" if rest and plan.last_group == "drop" else ""

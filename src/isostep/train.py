@@ -9,10 +9,11 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,12 @@ from .ledger import (
     OutOfMemory,
     RunEnded,
     RunStarted,
+    UpdateDone,
     fold,
     format_hash,
     prove_coverage,
     read,
+    standing_events,
 )
 from .models.decoder import Decoder, DecoderConfig
 from .objective import causal_lm
@@ -220,13 +223,14 @@ class _Run:
             return True
         if totals.attempted % 5 == 0 or totals.attempted == self.num_updates:
             rate = totals.counts.total_tokens / (elapsed := time.perf_counter() - self.started)
-            left = elapsed / totals.attempted * (self.num_updates - totals.attempted)
+            seconds_left = elapsed / totals.attempted * (self.num_updates - totals.attempted)
             self.say(
                 f"update {totals.attempted:>4}/{self.num_updates}  loss {_number(result.loss)}  "
                 f"norm {_number(result.grad_norm)}  {totals.counts.supervised_tokens:>9,} supervised tokens  "
-                f"{rate:,.0f} tokens/s  {left:.0f} s left"
+                f"{rate:,.0f} tokens/s  {seconds_left:.0f} s left"
             )
-        if totals.applied % self.options.evaluate_every == 0 and totals.attempted < self.num_updates:
+        left = self.num_updates - totals.attempted
+        if totals.applied % self.options.evaluate_every == 0 and left > self.options.evaluate_every // 2:
             self.evaluate()
         return False
 
@@ -301,6 +305,7 @@ def summary(run_dir: Path) -> dict[str, Any]:
         "what_hash": start.what_hash,
         "updates": {name: getattr(totals, name) for name in ("attempted", "applied", "skipped", "empty")},
         "counters": asdict(totals.counters),
+        "loss": [e.loss for e in standing_events(events) if isinstance(e, UpdateDone) and e.loss is not None],
         "validation": [{"after_applied": e.after_applied, "loss": e.loss} for e in totals.evaluations],
         "coverage": {"proved": proof.ok, "text": proof.text().splitlines(), "faults": list(proof.faults)},
     }
@@ -315,11 +320,24 @@ def summary_text(document: dict[str, Any]) -> str:
         f"examples: {counts['examples']:,} in {counts['microbatches']:,} microbatches",
         f"tokens: {counts['supervised_tokens']:,} supervised, {counts['total_tokens']:,} in all, "
         f"of which {counts['padding_tokens']:,} padding",
+        f"loss of each update: {sparkline(document['loss'])}",
         f"validation loss: {' -> '.join(losses)}",
         "coverage, proved from the ledger's seed and positions:",
         *document["coverage"]["text"],
     ]
     return "\n".join(lines)
+
+
+def sparkline(values: Sequence[float], width: int = 60) -> str:
+    """A curve in one line of text: means of consecutive values, the lowest bar for the lowest mean."""
+    if not values:
+        return "-"
+    width = min(width, len(values))
+    cuts = [i * len(values) // width for i in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    low, high = min(means), max(means)
+    bars = "▁▂▃▄▅▆▇█"
+    return "".join(bars[round((m - low) / (high - low or 1.0) * (len(bars) - 1))] for m in means)
 
 
 def _number(value: float | None) -> str:
