@@ -226,6 +226,59 @@ def test_out_of_memory_with_one_example_is_an_error_for_all(pool: Pool) -> None:
         assert "out of memory with 1 example per microbatch" in message
 
 
+def _ready_never_fits(group: Any) -> str:
+    """Ready microbatches of 2 and 3 examples, where 1 fits on replica 1."""
+
+    def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if len(batch[0]) > 1 and dist.get_rank(group) == 1:
+            raise torch.OutOfMemoryError("simulated")
+        return model(batch[0])
+
+    model = nn.Linear(2, 2)
+    updater = Updater(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, forward=forward, process_group=group)
+    before = _weights(model)
+    with pytest.raises(OutOfMemoryError) as caught:
+        updater.update([(torch.ones(2 + updater.replica, 2), torch.ones(2 + updater.replica, 2))])
+    assert _weights(model) == before
+    assert updater.update([(torch.ones(1, 2), torch.ones(1, 2))]).status == "applied"
+    return str(caught.value)
+
+
+def test_ready_microbatch_that_does_not_fit_is_an_error_for_all(pool: Pool) -> None:
+    for message in pool.run(2, _ready_never_fits):
+        assert "out of memory in a ready microbatch" in message
+
+
+class OneReplicaFails(torch.optim.SGD):
+    """An optimizer without memory for its state on replica 1."""
+
+    rank = 0
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if self.rank == 1:
+            raise torch.OutOfMemoryError("simulated")
+        super().step(closure)
+
+
+def _late_out_of_memory(group: Any) -> str:
+    quick = dist.new_group([0, 1], timeout=timedelta(seconds=20))
+    model = build_model(torch.float64)
+    optimizer = OneReplicaFails(model.parameters(), lr=0.1)
+    optimizer.rank = dist.get_rank(group)
+    updater = Updater(model, optimizer, objective(), process_group=quick)
+    if updater.replica == 0:
+        assert updater.update(_group()).status == "applied"  # it cannot know yet
+    with pytest.raises((OutOfMemoryError, PeerLostError)) as caught:
+        updater.update(_group())
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_out_of_memory_after_the_vote_ends_the_run_for_all(own_pool: Pool) -> None:
+    other, own = own_pool.run(2, _late_out_of_memory)
+    assert own.startswith("OutOfMemoryError: memory: got out of memory after the vote")
+    assert other.startswith("PeerLostError: ")
+
+
 # -------------------------------------------------------------------------------------------- stop, and models
 
 

@@ -47,6 +47,11 @@ class Work(Protocol):
     @property
     def largest_microbatch(self) -> int: ...
     @property
+    def divisible(self) -> bool:
+        """Whether `limited` can cut the microbatches; the same on every replica."""
+        ...
+
+    @property
     def more(self) -> bool:
         """Whether this replica has data for another group."""
         ...

@@ -36,7 +36,7 @@ def run(engine: Engine, group: Work) -> UpdateResult:
     Raises CoverageError, NonFiniteError, OutOfMemoryError or PeerError, and whatever model, objective or data raise;
     up to and including the vote, an error leaves parameters and optimizers untouched on every replica.
     """
-    if engine.examples_that_fit is not None and group.largest_microbatch > engine.examples_that_fit:
+    if engine.examples_that_fit is not None and group.divisible:
         group = group.limited(engine.examples_that_fit)
     halvings = 0
     with preserved(engine.device):
@@ -310,6 +310,11 @@ def check_coverage(group: Work, seen: Coverage) -> None:
 def halved(engine: Engine, group: Work) -> Work:
     """The group in microbatches of half the size, remembered for later groups. Same objective, more accumulation."""
     size = group.largest_microbatch
+    if not group.divisible:
+        raise OutOfMemoryError(
+            "memory: got out of memory in a ready microbatch, expected room for it; "
+            "bring smaller batches, or use `groups` over a map-style data set, which can cut them"
+        )
     if size <= 1:
         raise OutOfMemoryError(
             "memory: got out of memory with 1 example per microbatch, expected room for one; "

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from ..engine import Microbatch
-from ..errors import InputError, OutOfMemoryError
+from ..errors import InputError
 from ..grouping import Cursor, Group, GroupPlan, LastGroup
 from ..objective import Batch
 from ..units import Coverage
@@ -55,6 +55,10 @@ class DataGroup:
         return self.group.largest_microbatch
 
     @property
+    def divisible(self) -> bool:
+        return True
+
+    @property
     def after(self) -> Cursor:
         """Where the next group begins."""
         return Cursor(self.group.epoch, self.group.stop, self.group.index + 1)
@@ -79,6 +83,7 @@ class ReadyGroup:
 
     positions = (-1, -1)
     coverage = None
+    divisible = False
     after = None
 
     def __init__(self, batches: Sequence[Batch], *, epoch: int = 0, index: int = 0, more: bool = True) -> None:
@@ -93,10 +98,7 @@ class ReadyGroup:
         return [Microbatch(batch, count_examples(batch), ids_of(batch)) for batch in self.batches]
 
     def limited(self, examples_per_microbatch: int) -> ReadyGroup:
-        raise OutOfMemoryError(
-            f"memory: got ready microbatches of up to {self.largest_microbatch} examples that do not fit, expected a "
-            f"map-style data set to cut them from; use `groups`, or batches of {examples_per_microbatch}"
-        )
+        return self
 
     def settle(self, *, more: bool) -> None:
         self.more = more
