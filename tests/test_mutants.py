@@ -42,7 +42,7 @@ def test_mutant_is_found(pool: Pool, name: str) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_makes_the_command_exit_1(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    args = build_parser(["verify"]).parse_args(["verify", "--procs", "2"])
+    args = build_parser(["verify"]).parse_args(["verify", "--procs", "2", "--timeout", "20"])
     assert verify.run(args, setup=partial(apply_for_good, name)) == 1
     assert "FAILED" in capsys.readouterr().out
 
