@@ -90,7 +90,7 @@ def foreign_microbatch(patch: pytest.MonkeyPatch) -> None:
     """Every replica loads replica 0's microbatches, and coverage does not notice."""
     from isostep.data.groups import DataGroup
 
-    _around(patch, DataGroup, "load", lambda original, self, replica, replicas: original(self, 0, replicas))
+    _around(patch, DataGroup, "load", lambda original, self, _, *args: original(self, 0, *args))
     patch.setattr(update, "check_coverage", lambda *_: None)
 
 

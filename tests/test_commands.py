@@ -23,9 +23,9 @@ def _command(*args: str) -> list[str]:
     return [sys.executable, "-m", "isostep", *args]
 
 
-def _run(*args: str, timeout: float = 100, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "COLUMNS": "100", **environment}
-    return subprocess.run(_command(*args), capture_output=True, text=True, timeout=timeout, env=env)
+def _run(*args: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "COLUMNS": "100"}
+    return subprocess.run(_command(*args), capture_output=True, text=True, timeout=100, env=env, cwd=folder)
 
 
 def _alive(marker: str) -> list[int]:
@@ -224,6 +224,9 @@ def _bad(*args: str, names: str) -> Any:
         _bad(
             "verify", "--procs", "1", "--examples-per-microbatch", "13", "--json", "/no/such/folder/x", names="/no/such"
         ),
+        _bad("verify", "--examples", "1", names="'1'"),
+        _bad("verify", "--examples", "100000000", names="100000000"),
+        _bad("verify", "--seed", "99999999999999999999", names="99999999999999999999"),
         _bad("train", "--epochs", "0", names="'0'"),
         _bad("train", "--context-length", "3", names="3"),
         _bad("train", "--learning-rate", "nan", names="nan"),
@@ -233,12 +236,18 @@ def _bad(*args: str, names: str) -> Any:
         _bad("train", "--unknown", names="--unknown"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2(args: Sequence[str], names: str) -> None:
-    finished = _run(*args)
+def test_bad_input_is_one_line_and_exit_2(args: Sequence[str], names: str, tmp_path: Path) -> None:
+    finished = _run(*args, folder=tmp_path)
     assert finished.returncode == 2, finished.stderr
     assert len(finished.stderr.strip().splitlines()) == 1, finished.stderr
     assert names in finished.stderr
     assert len(finished.stderr) < 500
+
+
+def test_complete_run_with_other_settings_is_not_taken_for_this_one(small_run: tuple[Path, str]) -> None:
+    finished = _run("train", "--procs", "1", "--run-dir", str(small_run[0]), *SMALL, "--learning-rate", "0.001")
+    assert finished.returncode == 2
+    assert "other settings" in finished.stderr
 
 
 def test_unfinished_run_is_not_overwritten(tmp_path: Path, small_run: tuple[Path, str]) -> None:

@@ -209,7 +209,7 @@ def test_groups_hold_the_data_of_their_ids() -> None:
     data = [10.0 * i for i in range(10)]
     walk = groups(data, examples_per_update=4, examples_per_microbatch=3, seed=1)
     order = EpochOrder(10, 1, 0).ids(0, 10)
-    found = [microbatch for group in walk for microbatch in group.load(0, 1)]
+    found = [microbatch for group in walk for microbatch in group.load(0, 1, lambda *_: None)]
     assert [microbatch.ids for microbatch in found] == [
         tuple(order[a:b]) for a, b in [(0, 3), (3, 4), (4, 7), (7, 8), (8, 10)]
     ]
@@ -232,7 +232,7 @@ def test_a_replica_loads_only_its_own_microbatches() -> None:
 
     (group,) = groups(range(9), examples_per_update=9, examples_per_microbatch=2, load=load)
     assert asked == []
-    loaded = [m.ids for m in group.load(1, 3)]
+    loaded = [m.ids for m in group.load(1, 3, lambda *_: None)]
     assert loaded == list(group.group.microbatches[2:4])
     assert tuple(asked) == sum(group.group.microbatches[2:4], ())
 
@@ -838,7 +838,7 @@ def evaluate_with_a_failing_replica(process_group: Any) -> str:
 
 def test_a_failed_evaluation_is_raised_on_every_replica(pool: Pool) -> None:
     first, second = pool.run(2, evaluate_with_a_failing_replica)
-    assert first.startswith("PeerError: replica 1 failed in the evaluate phase")
+    assert first.startswith("PeerError: replica 1 failed in the evaluation")
     assert second.startswith("InputError: targets: got (3,), expected (2,)")
 
 

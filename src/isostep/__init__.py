@@ -9,8 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .data.collate import pad_batch
     from .data.groups import groups, ready_groups
-    from .errors import CoverageError, IsostepError, NonFiniteError, OutOfMemoryError, PeerError
+    from .errors import (
+        CoverageError,
+        InputError,
+        IsostepError,
+        NonFiniteError,
+        OutOfMemoryError,
+        PeerError,
+        PeerLostError,
+    )
     from .inspection import inspect
     from .ledger import Ledger
     from .loss_scale import LossScale
@@ -18,14 +27,18 @@ if TYPE_CHECKING:
     from .result import UpdateResult
     from .updater import Updater
 
+__version__ = "0.1.0"
+
 _HOME = {
     "CoverageError": "errors",
+    "InputError": "errors",
     "IsostepError": "errors",
     "Ledger": "ledger",
     "LossScale": "loss_scale",
     "NonFiniteError": "errors",
     "OutOfMemoryError": "errors",
     "PeerError": "errors",
+    "PeerLostError": "errors",
     "Term": "objective",
     "UpdateResult": "result",
     "Updater": "updater",
@@ -33,18 +46,21 @@ _HOME = {
     "groups": "data.groups",
     "inspect": "inspection",
     "mse": "objective",
+    "pad_batch": "data.collate",
     "ready_groups": "data.groups",
     "token_cross_entropy": "objective",
 }
 
 __all__ = [
     "CoverageError",
+    "InputError",
     "IsostepError",
     "Ledger",
     "LossScale",
     "NonFiniteError",
     "OutOfMemoryError",
     "PeerError",
+    "PeerLostError",
     "Term",
     "UpdateResult",
     "Updater",
@@ -52,6 +68,7 @@ __all__ = [
     "groups",
     "inspect",
     "mse",
+    "pad_batch",
     "ready_groups",
     "token_cross_entropy",
 ]

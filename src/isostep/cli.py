@@ -6,11 +6,13 @@ import argparse
 import importlib
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from . import __version__
 from .errors import InputError, IsostepError
 
 COMMANDS = {
@@ -61,6 +63,20 @@ def positive_float(text: str) -> float:
     return value
 
 
+def json_path(text: str) -> str:
+    """Argument type: a path that a document can be written to, or - for stdout. Checked before any work is done."""
+    if text != "-" and (not text or Path(text).is_dir() or not os.access(Path(text).parent, os.W_OK)):
+        raise argparse.ArgumentTypeError(f"got {shortened(text)!r}, expected a file that can be written")
+    return text
+
+
+def seed_number(text: str) -> int:
+    """Argument type: a seed, 0 to 2**63 - 1."""
+    if not (text.isascii() and text.isdigit() and int(text[:20]) < 1 << 63 and len(text) < 20):
+        raise argparse.ArgumentTypeError(f"got {shortened(text)!r}, expected a whole number from 0 to 2**63 - 1")
+    return int(text)
+
+
 def shortened(text: str, length: int = 60) -> str:
     """A value as an error line can quote it."""
     return text if len(text) <= length else f"{text[:length]}..."
@@ -88,6 +104,7 @@ def write_json(path: str | None, document: dict[str, Any]) -> None:
 def build_parser(names: Sequence[str]) -> Parser:
     """The parser of all commands; only the modules of `names` are imported and configured."""
     parser = Parser(prog="isostep", description="One optimizer update, any layout.")
+    parser.add_argument("--version", action="version", version=f"isostep {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     for name, summary in COMMANDS.items():
         command = commands.add_parser(

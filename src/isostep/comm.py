@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -47,6 +48,18 @@ class Comm(Protocol):
     def end(self) -> None:
         """Give up: make the other replicas fail instead of wait."""
         ...
+
+
+@contextmanager
+def leaving(comm: Comm) -> Iterator[None]:
+    """A replica that is interrupted makes the others fail instead of wait."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException:
+        comm.end()
+        raise
 
 
 class _Known:

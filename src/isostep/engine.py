@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from .loss_scale import LossScale
 from .memory import is_out_of_memory
 from .objective import Batch, Forward, Objective
 from .units import Coverage
+
+BeforeFetch: TypeAlias = Callable[[int, tuple[int, ...]], None]
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ class Work(Protocol):
         """Whether this replica has data for another group."""
         ...
 
-    def load(self, replica: int, replicas: int) -> list[Microbatch]:
-        """This replica's microbatches, in order."""
+    def load(self, replica: int, replicas: int, before_fetch: BeforeFetch) -> list[Microbatch]:
+        """This replica's microbatches, in order. Calls before_fetch(index, ids) before each that it loads."""
         ...
 
     def limited(self, examples_per_microbatch: int) -> Work:
@@ -101,7 +103,6 @@ class Counted:
     factors: tuple[float | None, ...]
     counts: Counts
     loss_scale: float | None
-    more: bool
 
     @property
     def empty(self) -> bool:
@@ -128,8 +129,16 @@ class Attempt:
         try:
             yield
         except Exception as error:
-            # The frames of a failed forward hold its activations: they must go before a smaller one is tried.
-            self.error = error.with_traceback(None) if is_out_of_memory(error) else error
+            self.error = error
+            if is_out_of_memory(error):
+                forget_frames(error)
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Drop the frames of an error and of those behind it: they hold activations that must go before a smaller try."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 @dataclass(frozen=True)

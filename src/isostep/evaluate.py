@@ -9,11 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .comm import leaving
 from .engine import Attempt, Engine, Microbatch
+from .errors import InputError
 from .ledger import Counts
+from .objective import to_device
 from .randomness import preserved
 from .result import objective_value, term_means
-from .update import counted_from, raise_shared, to_device, total_counts
+from .units import all_equal, marks
+from .update import counted_from, raise_shared, total_counts
 
 
 @dataclass(frozen=True)
@@ -29,12 +33,17 @@ class EvaluationResult:
     counts: Counts
 
 
-def evaluate(engine: Engine, microbatches: Iterable[Microbatch]) -> EvaluationResult:
+def evaluate(engine: Engine, microbatches: Iterable[Microbatch], size: int = 0) -> EvaluationResult:
     """The objective over this replica's microbatches and those of all others. One small all-reduce, at the end.
 
     Runs in evaluation mode without gradients; modes and random generators are put back. Raises on every replica if
-    one failed.
+    one failed, or if they were given data of different `size`.
     """
+    with leaving(engine.comm):
+        return _evaluate(engine, microbatches, size)
+
+
+def _evaluate(engine: Engine, microbatches: Iterable[Microbatch], size: int) -> EvaluationResult:
     attempt = Attempt()
     width = len(engine.objective.terms)
     totals = [0.0] * (width + 5)
@@ -49,9 +58,12 @@ def evaluate(engine: Engine, microbatches: Iterable[Microbatch]) -> EvaluationRe
             row = [1, microbatch.examples, *total_counts(engine.objective, [microbatch])]
             totals = [total + value for total, value in zip(totals, row, strict=True)]
             del batch, outputs  # the next forward must not find them in memory
-    (failed, *values), group_sums = engine.comm.sum("evaluate", [attempt.error is not None, *totals], sums).wait()
+    host = [attempt.error is not None, *marks(size), *totals]
+    (failed, mark, mark_squared, *values), group_sums = engine.comm.sum("evaluate", host, sums).wait()
     if failed:
-        raise_shared(engine.comm, attempt.error, "evaluate")
+        raise_shared(engine.comm, attempt.error, "evaluation")
+    if not all_equal(mark, mark_squared, engine.comm.replicas):
+        raise InputError.of("evaluation data", f"{size} examples here", "as many on every replica", "give all the same")
     assert group_sums is not None
     counted = counted_from(engine, values)
     means = term_means(counted.denominators, group_sums.tolist())

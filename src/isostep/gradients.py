@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -21,31 +23,50 @@ class GradientSums:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self._wide: dict[int, Tensor | None] = {}
-        self._summing = False
-        for i, p in enumerate(self.parameters):
-            if p.dtype in LOW_PRECISION:
-                self._wide[i] = None
-                p.register_post_accumulate_grad_hook(lambda p, i=i: self._widen(i, p))
-
-    def _widen(self, i: int, p: Tensor) -> None:
-        if not self._summing or p.grad is None:
-            return
-        total = self._wide[i]
-        self._wide[i] = p.grad.float() if total is None else total.add_(p.grad)
-        p.grad = None
+        self._hooks: list[RemovableHandle] = []
+        self._parted = False
 
     def begin(self) -> None:
         """Start a group from nothing; gradients that were left on the parameters are dropped."""
         self.clear()
-        self._summing = True
+        for i, p in enumerate(self.parameters):
+            if p.dtype in LOW_PRECISION and p.requires_grad:
+                self._wide[i] = None
+                self._hooks.append(p.register_post_accumulate_grad_hook(partial(self._widen, i)))
 
     def clear(self) -> None:
         """Drop all gradients and stop summing."""
-        self._summing = False
         for p in self.parameters:
             p.grad = None
-        for i in self._wide:
-            self._wide[i] = None
+        self._stop()
+
+    def _stop(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._wide, self._parted = [], {}, False
+
+    def _widen(self, i: int, p: Tensor) -> None:
+        if p.grad is not None:
+            total = self._wide[i]
+            self._wide[i] = p.grad.float() if total is None else total.add_(p.grad)
+            p.grad = None
+
+    def part(self) -> None:
+        """Give every gradient memory of its own.
+
+        Behind views of two parameters that are added up, autograd may hand both the same storage; whatever is then
+        added to one would be added to the other. Called after each backward that may have made gradients.
+        """
+        if self._parted:
+            return
+        seen: set[int] = set()
+        for i, p in enumerate(self.parameters):
+            if i not in self._wide and p.grad is not None and p.grad.numel():
+                storage = p.grad.untyped_storage().data_ptr()
+                if storage in seen:
+                    p.grad = p.grad.clone()
+                seen.add(storage)
+        self._parted = all(self.present())
 
     def __len__(self) -> int:
         return len(self.parameters)
@@ -61,14 +82,15 @@ class GradientSums:
 
     def dtype(self, i: int) -> torch.dtype:
         """The dtype in which parameter i's gradients are summed."""
-        return torch.float32 if i in self._wide else self.parameters[i].dtype
+        dtype = self.parameters[i].dtype
+        return torch.float32 if dtype in LOW_PRECISION else dtype
 
     def present(self) -> list[bool]:
         """Per parameter, whether it has a gradient."""
         return [self[i] is not None for i in range(len(self))]
 
     def norm(self) -> float:
-        """The global 2-norm; inf or NaN exactly where some gradient is.
+        """The global 2-norm; inf or NaN where some gradient is (or, in float64, above 1e154).
 
         Squares are summed in float64, per parameter and then over parameters in model order, so that the same
         gradients have the same norm however they were split. One host-device synchronisation.
@@ -86,9 +108,16 @@ class GradientSums:
         if factor != 1.0 and (gradients := [g for i in range(len(self)) if (g := self[i]) is not None]):
             torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
 
-    def hand_over(self) -> None:
-        """Put the sums where optimizers look: `p.grad`, in the parameter's own dtype."""
-        self._summing = False
+    def hand_over(self) -> bool:
+        """Put the sums where optimizers look: `p.grad`, in the parameter's own dtype.
+
+        Returns whether sums that were rounded to float16 or bfloat16 are still finite.
+        """
+        rounded = []
         for i, total in self._wide.items():
-            self.parameters[i].grad = None if total is None else total.to(self.parameters[i].dtype)
-            self._wide[i] = None
+            p = self.parameters[i]
+            if total is not None:
+                p.grad = total.to(p.dtype)
+                rounded.append(p.grad)
+        self._stop()
+        return not rounded or bool(torch.stack([g.isfinite().all() for g in rounded]).all())

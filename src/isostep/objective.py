@@ -121,6 +121,19 @@ def token_counts(batch: Batch) -> tuple[int, int | Tensor]:
     return ids.numel(), 0 if mask is None else (mask == 0).sum()
 
 
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with every tensor on `device`; mappings become dicts, tuples and lists keep their type."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch.to(device) if hasattr(batch, "to") else batch
+
+
 def call_model(model: nn.Module, batch: Batch) -> Outputs:
     """The default forward: what of a batch goes into the model.
 

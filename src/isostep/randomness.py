@@ -9,13 +9,17 @@ import torch
 
 from .units import Coverage, derive_key
 
+FORWARD, LOADING = 0, 1
+"""What draws are for: a forward and the loading of its examples do not repeat each other's."""
 
-def microbatch_key(seed: int, epoch: int, coverage: Coverage, index: int) -> int:
+
+def microbatch_key(seed: int, purpose: int, epoch: int, coverage: Coverage, place: tuple[int, int, int]) -> int:
     """The seed of a microbatch's draws: its examples decide, wherever and whenever they run.
 
-    `index` decides instead where the examples carry no ids (an empty coverage).
+    place: index of the group, replica, index of the microbatch; it decides where the examples carry no ids (an empty
+    coverage).
     """
-    return derive_key(seed, epoch, coverage.hash, index if coverage.count == 0 else -1) >> 1
+    return derive_key(seed, purpose, epoch, coverage.hash, *(() if coverage.count else place)) >> 1
 
 
 def seed_generators(device: torch.device, key: int) -> None:

@@ -89,8 +89,10 @@ WEIGHTS = "weights.pt"
 WARM_UP_UPDATES = 10
 
 
-def check_run_dir(run_dir: Path) -> bool:
-    """Whether this run is already complete. Raises InputError for a directory that holds an unfinished run."""
+def check_run_dir(run_dir: Path, what_hash: str) -> bool:
+    """Whether this run is already complete. Raises InputError for a directory that holds an unfinished run, or
+    another one.
+    """
     path = run_dir / LEDGER
     if not path.exists():
         try:
@@ -100,11 +102,18 @@ def check_run_dir(run_dir: Path) -> bool:
         return False
     events = read(path)
     if events and isinstance(events[-1], RunEnded) and events[-1].reason == "complete":
+        held = next((event.what_hash for event in events if isinstance(event, RunStarted)), "none")
+        if held != what_hash:
+            raise InputError.of(
+                "run directory", f"{str(run_dir)!r} with a complete run of what {held[:12]}", f"what {what_hash[:12]}",
+                "that run had other settings or data: choose another --run-dir",
+            )  # fmt: skip
         print(f"{run_dir} is complete; nothing to do", file=sys.stderr)
         return True
     raise InputError.of(
         "run directory", str(run_dir), "an empty or a complete one",
-        "it holds an unfinished run, which is not overwritten: choose another --run-dir or remove it",
+        "it holds an unfinished run, which is neither resumed nor overwritten: choose another --run-dir "
+        "(make train RUN_DIR=...) or remove it",
     )  # fmt: skip
 
 
@@ -113,11 +122,11 @@ def train_worker(options: Options) -> None:
 
     Raises KeyboardInterrupt after a signal, when the update under way is done and recorded.
     """
-    if on_first_rank(partial(check_run_dir, Path(options.run_dir))):
-        return
     train = StdlibFunctions(options.what.context_length, split="train")
     what = replace(options.what, content_hash=train.content_hash())
     options = replace(options, what=what)
+    if on_first_rank(partial(check_run_dir, Path(options.run_dir), what.hash)):
+        return
     validation = StdlibFunctions(what.context_length, split="validation")
     model = Decoder(
         DecoderConfig(VOCAB_SIZE, what.context_length, width=what.width, depth=what.depth, heads=what.heads),
@@ -149,9 +158,17 @@ def train_worker(options: Options) -> None:
         else:
             run.complete(plan.dropped)
         if updater.replica == 0:
-            torch.save(model.state_dict(), Path(options.run_dir, WEIGHTS))
+            save(model, Path(options.run_dir, WEIGHTS))
+        run.finished = True
     if run.reason == "stopped":
         raise KeyboardInterrupt
+
+
+def save(model: Decoder, path: Path) -> None:
+    """Write the weights so that the file is either the whole new one or not there."""
+    partial_path = path.with_suffix(".partial")
+    torch.save(model.state_dict(), partial_path)
+    partial_path.replace(path)
 
 
 def _schedule(num_updates: int) -> Any:
@@ -176,6 +193,7 @@ class _Run:
         self.lead = updater.replica == 0
         self.ledger = Ledger(Path(options.run_dir, LEDGER)) if self.lead else None
         self.reason: EndReason = "failed"
+        self.finished = False
         self.started = time.perf_counter()
 
     def __enter__(self) -> None:
@@ -200,6 +218,8 @@ class _Run:
         self.started = time.perf_counter()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not self.finished:
+            self.reason = "failed"
         self.record(RunEnded(reason=self.reason, message="" if error is None else str(error)))
         if self.ledger is not None:
             self.ledger.close()

@@ -11,23 +11,24 @@ Nothing here knows process groups (see `comm.Comm`) or logs: an update returns w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from .comm import Comm, Pending
+from .comm import Comm, Pending, leaving
 from .engine import Attempt, Counted, Engine, Microbatch, Verdict, Work
 from .errors import CoverageError, InputError, NonFiniteError, OutOfMemoryError, PeerError
 from .ledger import Counts
 from .memory import is_out_of_memory
-from .objective import Batch, Objective, Outputs
-from .randomness import microbatch_key, preserved, seed_generators
+from .objective import Batch, Objective, Outputs, to_device
+from .randomness import FORWARD, LOADING, microbatch_key, preserved, seed_generators
 from .result import Status, UpdateResult
-from .units import Coverage
+from .units import Coverage, all_equal, derive_key, marks
 
 
 def run(engine: Engine, group: Work) -> UpdateResult:
@@ -39,10 +40,11 @@ def run(engine: Engine, group: Work) -> UpdateResult:
     if engine.examples_that_fit is not None and group.divisible:
         group = group.limited(engine.examples_that_fit)
     halvings = 0
-    with preserved(engine.device):
+    with preserved(engine.device), leaving(engine.comm):
         while (result := attempted(engine, group, halvings)) is None:
             group = halved(engine, group)
             halvings += 1
+    engine.stop_requested = engine.stop_requested and not result.stop_requested
     return result
 
 
@@ -62,7 +64,6 @@ def attempted(engine: Engine, group: Work, halvings: int) -> UpdateResult | None
         if not counted.empty:
             reduce(engine, attempt, verdict)
             status, norm = apply(engine, group, attempt, counted)
-        group.settle(more=counted.more)
     finally:
         engine.gradients.clear()
     return UpdateResult(
@@ -91,23 +92,32 @@ def attempted(engine: Engine, group: Work, halvings: int) -> UpdateResult | None
 class Counting:
     """Phase 1 under way: the counts travel while the first forward runs."""
 
-    def __init__(self, engine: Engine, pending: Pending, error: Exception | None) -> None:
-        self._engine, self._pending, self._error = engine, pending, error
+    def __init__(self, engine: Engine, group: Work, pending: Pending, error: Exception | None, *, none: bool) -> None:
+        self._engine, self._group, self._pending, self._error = engine, group, pending, error
         self._counted: Counted | None = None
+        self.none_here = none
+        """Whether this replica counted no target at all, so that the whole group may be empty."""
 
     def result(self) -> Counted:
         """The group's counts; waits for every replica, and takes replica 0's loss scale for all.
 
-        Raises on all replicas if loading or counting failed on one.
+        Raises on all replicas if loading or counting failed on one, or if they are not at the same group.
         """
         if self._counted is None:
-            (failed, more, scale, applied_in_a_row, *values), _ = self._pending.wait()
+            engine = self._engine
+            (failed, more, mark, mark_squared, scale, applied_in_a_row, *values), _ = self._pending.wait()
+            self._group.settle(more=more > 0)
             if failed:
-                raise_shared(self._engine.comm, self._error, "count")
-            if self._engine.loss_scale is not None:
-                self._engine.loss_scale.scale = scale
-                self._engine.loss_scale.applied_in_a_row = int(applied_in_a_row)
-            self._counted = counted_from(self._engine, values, more=more > 0)
+                raise_shared(engine.comm, self._error, "count phase of the update")
+            if not all_equal(mark, mark_squared, engine.comm.replicas):
+                raise InputError.of(
+                    "replicas", "different groups or different trainable parameters", "the same on all",
+                    "give every replica the same data, seed, sizes and frozen parameters",
+                )  # fmt: skip
+            if engine.loss_scale is not None:
+                engine.loss_scale.scale = scale
+                engine.loss_scale.applied_in_a_row = int(applied_in_a_row)
+            self._counted = counted_from(engine, values)
         return self._counted
 
 
@@ -117,8 +127,12 @@ def count(engine: Engine, group: Work) -> tuple[list[Microbatch], Counting]:
     microbatches: list[Microbatch] = []
     totals = [0.0] * (len(engine.objective.terms) + 3)
     error = None
+
+    def before_fetch(index: int, ids: tuple[int, ...]) -> None:
+        seed_microbatch(engine, group, Coverage.of(ids), index, purpose=LOADING)
+
     try:
-        microbatches = group.load(comm.replica, comm.replicas)
+        microbatches = group.load(comm.replica, comm.replicas, before_fetch)
         totals = total_counts(engine.objective, microbatches)
     except Exception as failure:
         error, microbatches = failure, []
@@ -127,8 +141,17 @@ def count(engine: Engine, group: Work) -> tuple[list[Microbatch], Counting]:
         engine.loss_scale.refresh()
         scale = [engine.loss_scale.scale, engine.loss_scale.applied_in_a_row]
     examples = sum(microbatch.examples for microbatch in microbatches)
-    pending = comm.sum("count", [error is not None, group.more, *scale, len(microbatches), examples, *totals])
-    return microbatches, Counting(engine, pending, error)
+    values = [error is not None, group.more, *marks(common_to_all(engine, group)), *scale]
+    pending = comm.sum("count", [*values, len(microbatches), examples, *totals])
+    none = not any(totals[: len(engine.objective.terms)])
+    return microbatches, Counting(engine, group, pending, error, none=none)
+
+
+def common_to_all(engine: Engine, group: Work) -> int:
+    """A key of what must be the same on every replica: the examples of the group, and what is trainable."""
+    trainable = crc32(bytes(p.requires_grad for p in engine.gradients.parameters))
+    coverage = group.coverage or Coverage()
+    return derive_key(coverage.hash, coverage.count, trainable)
 
 
 def total_counts(objective: Objective, microbatches: Sequence[Microbatch]) -> list[float]:
@@ -154,7 +177,7 @@ def total_counts(objective: Objective, microbatches: Sequence[Microbatch]) -> li
     return totals
 
 
-def counted_from(engine: Engine, values: Sequence[float], *, more: bool = False) -> Counted:
+def counted_from(engine: Engine, values: Sequence[float]) -> Counted:
     """Denominators and counters from sums over all replicas: microbatches, examples, and `total_counts`."""
     num_microbatches, examples, *totals = values
     terms = engine.objective.terms
@@ -170,7 +193,6 @@ def counted_from(engine: Engine, values: Sequence[float], *, more: bool = False)
             padding_tokens=int(padding),
         ),
         loss_scale=None if engine.loss_scale is None else engine.loss_scale.scale,
-        more=more,
     )
 
 
@@ -184,7 +206,10 @@ def local(engine: Engine, group: Work, microbatches: list[Microbatch], counting:
     """
     attempt = Attempt()
     index = 0
-    while microbatches and attempt.error is None:
+    if counting.none_here and counting.result().empty:  # nothing to run, but what was loaded is still judged
+        attempt.coverage = sum((m.coverage for m in microbatches), attempt.coverage)
+        return attempt
+    while microbatches:
         microbatch = microbatches.pop(0)
         with attempt.recording():
             batch = to_device(microbatch.batch, engine.device)
@@ -192,24 +217,30 @@ def local(engine: Engine, group: Work, microbatches: list[Microbatch], counting:
         counted = counting.result()
         if attempt.error is not None:
             break
-        if counted.empty:  # nothing more to run, but what was loaded is still judged
-            attempt.coverage = sum((m.coverage for m in microbatches), attempt.coverage)
-            break
         with attempt.recording():
             loss = weighted_loss(engine.objective, counted, outputs, batch, attempt)
-            if engine.overlap and engine.comm.replicas > 1 and not microbatches:
+            if engine.overlap and not microbatches:
                 attempt.last_loss = loss
             else:
                 backward(loss)
+                engine.gradients.part()
             del loss
+        if attempt.error is not None:
+            break
         del batch, outputs  # the next forward must not find them in memory
         index += 1
     return attempt
 
 
+def seed_microbatch(engine: Engine, group: Work, coverage: Coverage, index: int, purpose: int) -> None:
+    """Seed the draws of one microbatch; see `randomness.microbatch_key`."""
+    place = (group.index, engine.comm.replica, index)
+    seed_generators(engine.device, microbatch_key(engine.seed, purpose, group.epoch, coverage, place))
+
+
 def forward(engine: Engine, group: Work, attempt: Attempt, microbatch: Microbatch, batch: Batch, index: int) -> Outputs:
     """One forward with keyed draws; what went in is added to the coverage."""
-    seed_generators(engine.device, microbatch_key(engine.seed, group.epoch, microbatch.coverage, index))
+    seed_microbatch(engine, group, microbatch.coverage, index, purpose=FORWARD)
     attempt.coverage += microbatch.coverage
     attempt.ids.append(microbatch.ids)
     with engine.precision():
@@ -244,19 +275,6 @@ def backward(loss: Tensor | None) -> None:
         loss.backward()
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with every tensor on `device`; mappings become dicts, tuples and lists keep their type."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch.to(device) if hasattr(batch, "to") else batch
-
-
 # ---------------------------------------------------------------------------------------------- phase 3: vote
 
 
@@ -280,7 +298,7 @@ def vote(engine: Engine, group: Work, attempt: Attempt, counted: Counted) -> Ver
     sums = term_sums(attempt, len(engine.objective.terms), engine.device)
     (oom, failed, stop, high, low, num_seen, *present), sums = engine.comm.sum("vote", host, sums).wait()
     if failed:
-        raise_shared(engine.comm, error, "local")
+        raise_shared(engine.comm, None if out_of_memory else error, "local phase of the update")
     total = Coverage((int(high) << 32) + int(low) & (1 << 64) - 1, int(num_seen))
     if not oom:
         check_coverage(group, total)
@@ -293,7 +311,7 @@ def term_sums(attempt: Attempt, num_terms: int, device: torch.device) -> Tensor:
     sums = torch.zeros(num_terms, dtype=torch.float64, device=device)
     for t, values in enumerate(zip(*attempt.sums, strict=True)):
         if present := [value for value in values if value is not None]:
-            sums[t] = torch.stack(present).to(torch.float64).sum()
+            sums[t] = torch.stack([value.to(device) for value in present]).to(torch.float64).sum()
     return sums
 
 
@@ -330,7 +348,7 @@ def raise_shared(comm: Comm, error: Exception | None, phase: str) -> NoReturn:
     if error is not None:
         raise error
     replica, report = next((i, report) for i, report in enumerate(reports) if report is not None)
-    raise PeerError(f"replica {replica} failed in the {phase} phase of the update, which nobody applied: {report}")
+    raise PeerError(f"replica {replica} failed in the {phase}, of which nothing was applied: {report}")
 
 
 # -------------------------------------------------------------------------------------------- phase 4: reduce
@@ -365,27 +383,32 @@ def final(engine: Engine) -> Iterator[None]:
 def apply(engine: Engine, group: Work, attempt: Attempt, counted: Counted) -> tuple[Status, float]:
     """Judge, unscale, clip, and run optimizers and schedulers. Returns the status and the norm before clipping.
 
-    After phase 4 every replica holds the same gradients, so their norm is one verdict for all.
+    After phase 4 every replica holds the same gradients, so what one finds in them is a verdict for all. An error of
+    an optimizer or scheduler ends the run on every replica, since others may have applied the update.
     """
     gradients = engine.gradients
     scale = 1.0 if counted.loss_scale is None else counted.loss_scale
-    norm = gradients.norm() / scale
-    if not math.isfinite(norm):
+    with final(engine):
+        norm = gradients.norm() / scale
+        finite = math.isfinite(norm)
+        any_present = any(gradients.present())
+        if finite and any_present:
+            gradients.scale(clip_factor(norm, engine.clip_norm) / scale)
+            finite = gradients.hand_over()
+    if not finite:
         if engine.loss_scale is None:
             raise_non_finite(engine, group, attempt, norm)
         engine.loss_scale.record(finite=False)
         return "skipped", norm
-    if not any(gradients.present()):
+    if not any_present:
         raise InputError.of("gradients", "none", "a gradient for some parameter", "let the loss depend on the model")
-    gradients.scale(clip_factor(norm, engine.clip_norm) / scale)
-    gradients.hand_over()
     with final(engine):
         for optimizer in engine.optimizers:
             optimizer.step()
-    if engine.loss_scale is not None:
-        engine.loss_scale.record(finite=True)
-    for scheduler in engine.schedulers:
-        scheduler.step()
+        if engine.loss_scale is not None:
+            engine.loss_scale.record(finite=True)
+        for scheduler in engine.schedulers:
+            scheduler.step()
     return "applied", norm
 
 
@@ -397,10 +420,14 @@ def clip_factor(norm: float, clip_norm: float | None) -> float:
 def raise_non_finite(engine: Engine, group: Work, attempt: Attempt, norm: float) -> NoReturn:
     """Raise NonFiniteError on every replica, naming the microbatches whose loss was not finite."""
     finite = [all(s is None or bool(s.isfinite()) for s in sums) for sums in attempt.sums]
-    mine = [ids for ids, ok in zip(attempt.ids, finite, strict=True) if not ok and ids is not None]
-    suspects = [list(ids) for found in engine.comm.gather(mine) for ids in found]
-    where = f"microbatches with such a loss, by example ids: {suspects}" if suspects else "every loss was finite"
+    reports = [pair for pairs in engine.comm.gather(list(zip(attempt.ids, finite, strict=True))) for pair in pairs]
+    if all(ok for _, ok in reports):
+        ids = sorted(i for ids, _ in reports for i in ids or ())
+        where = f"every loss was finite; example ids of the group: {ids or 'unknown'}"
+    else:
+        suspects = ["ids unknown" if ids is None else list(ids) for ids, ok in reports if not ok]
+        where = f"microbatches with such a loss, by example ids: {suspects}"
     raise NonFiniteError(
-        f"gradient norm of epoch {group.epoch}, group {group.index}: got {norm}, expected a finite number; "
+        f"gradient norm of epoch {group.epoch}, group {group.index}: got {norm}, expected finite gradients; "
         f"{where}; nothing was applied: mend or leave out the data, or lower the learning rate"
     )

@@ -85,7 +85,7 @@ class Updater:
         if precision not in _AUTOCAST:
             raise InputError.of("precision", precision, f"one of {', '.join(_AUTOCAST)}", "choose one")
         module, comm = connect(model, process_group)
-        inspect(module).raise_if_refused(allow)
+        inspect(module).raise_if_refused([allow] if isinstance(allow, str) else allow)
         parameters = list(module.parameters())
         optimizers = _listed(optimizer)
         check_optimizers(module, optimizers)
@@ -105,8 +105,32 @@ class Updater:
             overlap=overlap and comm.replicas > 1,
             seed=seed,
         )
+        self._check_same_settings()
+        self._num_optimized = sum(len(g["params"]) for o in optimizers for g in o.param_groups)
         self.totals = Totals()
         self.cursor: Cursor | None = Cursor()
+
+    def _check_same_settings(self) -> None:
+        """Raise InputError on every replica where some setting of the update differs between replicas."""
+        engine = self._engine
+        settings = {
+            "objective": [(term.name, term.coefficient) for term in engine.objective.terms],
+            "clip_norm": engine.clip_norm,
+            "precision": str(engine.autocast),
+            "overlap": engine.overlap,
+            "seed": engine.seed,
+            "optimizers": [
+                (type(o).__name__, [{k: str(v) for k, v in g.items() if k != "params"} for g in o.param_groups])
+                for o in engine.optimizers
+            ],
+            "schedulers": [type(scheduler).__name__ for scheduler in engine.schedulers],
+        }
+        for replica, other in enumerate(engine.comm.gather(settings)):
+            odd = [name for name, value in settings.items() if other[name] != value]
+            if odd:
+                raise InputError.of(
+                    odd[0], settings[odd[0]], f"{other[odd[0]]} as on replica {replica}", "give every replica the same"
+                )
 
     @property
     def replica(self) -> int:
@@ -124,6 +148,11 @@ class Updater:
         Applied by every replica or by none. Raises CoverageError, NonFiniteError, OutOfMemoryError or PeerError
         before anything is applied, and what model, objective or data raise.
         """
+        if sum(len(g["params"]) for o in self._engine.optimizers for g in o.param_groups) != self._num_optimized:
+            raise InputError.of(
+                "optimizer", "parameters added or removed since the Updater was built", "the same ones",
+                "build a new Updater: it would not reduce or clip the gradients of new parameters",
+            )  # fmt: skip
         work: Work = group if isinstance(group, (DataGroup, ReadyGroup)) else self._ready(group)
         result = run(self._engine, work)
         totals = self.totals
@@ -138,13 +167,14 @@ class Updater:
     ) -> EvaluationResult:
         """The objective over all of `data`: sums over global counts, so independent of how it is split.
 
-        data: a map-style data set, shared out over the replicas; or an iterable without [i], such as a DataLoader,
-        of ready microbatches, each replica's own.
+        data: a map-style data set (a list too: of examples), the same on every replica, among which it is shared
+        out; or an iterable without [i], such as a DataLoader, of ready microbatches, each replica's own share.
         """
         if examples_per_microbatch < 1:
             raise InputError.of("examples_per_microbatch", examples_per_microbatch, "1 or more", "give a size")
         if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-            return evaluate(self._engine, self._shared_out(data, examples_per_microbatch, collate))
+            shared = self._shared_out(data, examples_per_microbatch, collate)
+            return evaluate(self._engine, shared, size=len(data))
         return evaluate(self._engine, _ready_microbatches(data))
 
     def request_stop(self) -> None:
@@ -203,6 +233,8 @@ def _ready_microbatches(batches: Iterable[Batch]) -> Iterator[Microbatch]:
 
 def check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise InputError for parameters that are not the model's, and for optimizers that need a closure."""
+    if len(set(map(id, optimizers))) < len(optimizers):
+        raise InputError.of("optimizer", "the same one twice", "each once", "it would run twice per update")
     if not optimizers:
         raise InputError.of("optimizer", "none", "one or more", "give an optimizer over the model's parameters")
     known = set(map(id, model.parameters()))

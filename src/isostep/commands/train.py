@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..cli import positive_float, positive_int, process_count, write_json
+from ..cli import json_path, positive_float, positive_int, process_count, seed_number, write_json
 
 EPILOG = """example:
   isostep train --procs 2 --run-dir runs/first
@@ -26,11 +26,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context-length", type=positive_int, default=384, help="bytes (default 384)")
     parser.add_argument("--learning-rate", type=positive_float, default=3e-3, help="default 0.003")
     parser.add_argument("--last-group", choices=["keep", "drop"], default="keep")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the order (default 0)")
+    parser.add_argument("--seed", type=seed_number, default=0, help="seed of the order (default 0)")
     parser.add_argument("--evaluate-every", type=positive_int, default=25, metavar="UPDATES", help="default 25")
     parser.add_argument("--overlap", action="store_true", help="reduce during each replica's last backward")
     parser.add_argument("--timeout", type=positive_float, default=300.0, help="seconds that any collective may take")
-    parser.add_argument("--json", metavar="FILE", help="write a summary here, - for standard output")
+    parser.add_argument("--json", type=json_path, metavar="FILE", help="write a summary here, - for standard output")
 
 
 def run(args: argparse.Namespace) -> int:

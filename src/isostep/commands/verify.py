@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..cli import positive_float, positive_int, process_count, write_json
+from ..cli import json_path, positive_float, positive_int, process_count, seed_number, write_json
 
 EPILOG = """example:
   isostep verify --procs 4 --json verify.json
@@ -25,15 +25,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--examples-per-microbatch", type=positive_int, nargs="+", default=[1, 2, 3, 4, 13], metavar="M",
         help="microbatch sizes of the grid (default 1 2 3 4 13)",
     )  # fmt: skip
-    parser.add_argument("--examples", type=positive_int, default=13, help="examples in the group (default 13)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of data and order (default 0)")
+    parser.add_argument("--examples", type=group_size, default=13, help="examples in the group, 2 to 1000 (default 13)")
+    parser.add_argument("--seed", type=seed_number, default=0, help="seed of data and order (default 0)")
     parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
     parser.add_argument("--overlap", action="store_true", help="reduce during each replica's last backward")
     parser.add_argument("--ddp", action="store_true", help="wrap the model in DistributedDataParallel first")
     parser.add_argument(
         "--timeout", type=positive_float, default=60.0, help="seconds that any collective may take (default 60)"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the document here, - for standard output")
+    parser.add_argument("--json", type=json_path, metavar="FILE", help="write the document here, - for standard output")
+
+
+def group_size(text: str) -> int:
+    """Argument type: examples of the group. One has no control: any mean over it is exact."""
+    value = positive_int(text)
+    if not 2 <= value <= 1000:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected 2 to 1000 examples")
+    return value
 
 
 def run(args: argparse.Namespace, setup: Any = None) -> int:

@@ -63,8 +63,14 @@ def _column(name: object, values: list[Any], fill: int) -> Any:
             f"entry {name!r}", [tuple(t.shape) for t in tensors],
             "shapes that differ in the first dimension at most", _REMEDY,
         )  # fmt: skip
-    can_hold_fill = not (dtype.is_floating_point or dtype is torch.bool)
-    return pad_sequence(tensors, batch_first=True, padding_value=fill if can_hold_fill else 0)
+    if fill == IGNORE:
+        if dtype.is_floating_point or dtype is torch.bool:
+            raise InputError.of(
+                f"entry {name!r}", f"targets of {dtype} and unequal length", "equal lengths, or integer labels",
+                f"padding would count as targets: {_REMEDY}",
+            )  # fmt: skip
+        tensors = [t.to(torch.int64) for t in tensors]  # -100 fits into it
+    return pad_sequence(tensors, batch_first=True, padding_value=fill)
 
 
 def _tensor(name: object, value: Any) -> Tensor:

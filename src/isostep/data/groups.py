@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..engine import Microbatch
+from ..engine import BeforeFetch, Microbatch
 from ..errors import InputError
 from ..grouping import Cursor, Group, GroupPlan, LastGroup
 from ..objective import Batch
@@ -63,12 +63,13 @@ class DataGroup:
         """Where the next group begins."""
         return Cursor(self.group.epoch, self.group.stop, self.group.index + 1)
 
-    def load(self, replica: int, replicas: int) -> list[Microbatch]:
+    def load(self, replica: int, replicas: int, before_fetch: BeforeFetch) -> list[Microbatch]:
         microbatches = []
-        for ids in self.group.microbatches_of(replica, replicas):
+        for index, ids in enumerate(self.group.microbatches_of(replica, replicas)):
+            before_fetch(index, ids)
             batch = self.fetch(ids)
-            said = ids_of(batch)
-            microbatches.append(Microbatch(batch, len(ids), ids if said is None else said))
+            found = ids_of(batch)
+            microbatches.append(Microbatch(batch, len(ids), ids if found is None else found))
         return microbatches
 
     def limited(self, examples_per_microbatch: int) -> DataGroup:
@@ -86,15 +87,26 @@ class ReadyGroup:
     divisible = False
     after = None
 
-    def __init__(self, batches: Sequence[Batch], *, epoch: int = 0, index: int = 0, more: bool = True) -> None:
+    def __init__(
+        self,
+        batches: Sequence[Batch],
+        *,
+        epoch: int = 0,
+        index: int = 0,
+        more: bool = True,
+        error: Exception | None = None,
+    ) -> None:
         self.batches = list(batches)
         self.epoch, self.index, self.more = epoch, index, more
+        self._error = error
 
     @property
     def largest_microbatch(self) -> int:
         return max(map(count_examples, self.batches), default=0)
 
-    def load(self, replica: int, replicas: int) -> list[Microbatch]:
+    def load(self, replica: int, replicas: int, before_fetch: BeforeFetch) -> list[Microbatch]:
+        if self._error is not None:  # of the loader that brought the batches: raised where it reaches all replicas
+            raise self._error
         return [Microbatch(batch, count_examples(batch), ids_of(batch)) for batch in self.batches]
 
     def limited(self, examples_per_microbatch: int) -> ReadyGroup:
@@ -187,12 +199,13 @@ def ready_groups(batches: Iterable[Batch], *, microbatches_per_replica: int, epo
     if microbatches_per_replica < 1:
         raise InputError.of("microbatches_per_replica", microbatches_per_replica, "1 or more", "give a positive size")
     iterator = iter(batches)
-    waiting = _take(iterator, microbatches_per_replica)
+    waiting, error = _take(iterator, microbatches_per_replica)
     index = 0
     more = True
     while more:
-        current, waiting = waiting, _take(iterator, microbatches_per_replica)
-        group = ReadyGroup(current, epoch=epoch, index=index, more=bool(waiting))
+        current, failed = waiting, error
+        waiting, error = ([], None) if failed else _take(iterator, microbatches_per_replica)
+        group = ReadyGroup(current, epoch=epoch, index=index, more=bool(waiting or error), error=failed)
         yield group
         more, index = group.more, index + 1
 
@@ -220,8 +233,14 @@ def _fetch(data: Any, collate: Collate, ids: tuple[int, ...]) -> Batch:
     return collate([data[i] for i in ids])
 
 
-def _take(iterator: Iterator[Batch], count: int) -> list[Batch]:
-    return [batch for _, batch in zip(range(count), iterator, strict=False)]
+def _take(iterator: Iterator[Batch], count: int) -> tuple[list[Batch], Exception | None]:
+    """Up to `count` batches, and the error that ended them, if one did."""
+    batches: list[Batch] = []
+    try:
+        batches.extend(batch for _, batch in zip(range(count), iterator, strict=False))
+    except Exception as error:
+        return batches, error
+    return batches, None
 
 
 def _cursor(plan: GroupPlan, start: int | Cursor) -> Cursor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -10,21 +11,25 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before init_process_group: its default arguments keep the world they find
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ..comm import Comm, Solo
 from ..errors import InputError, PeerLostError
 from ..gradients import GradientSums
+from ..units import all_equal, marks
 from .reduce import GradientReducer
 
 SLICE = timedelta(seconds=1)
 REPORT_SECONDS = 3.0
+PHASES = ("count", "vote", "evaluate")
 
 
 def connect(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> tuple[nn.Module, Comm]:
@@ -33,11 +38,18 @@ def connect(model: nn.Module, process_group: dist.ProcessGroup | None = None) ->
     A DistributedDataParallel wrapper is taken off: its averaging and its scaling are not used, its process group is.
     Otherwise the replicas are the ranks of `process_group`, or of the default one if there is any. Parameters and
     buffers of replica 0 go to all others, as DistributedDataParallel does when it is built.
-    Raises InputError for a registered communication hook, and if replicas hold different parameters.
+    Raises InputError for a registered communication hook, for what `check_plain` finds, and if replicas hold
+    different parameters.
     """
     if isinstance(model, DistributedDataParallel):
         model, process_group = unwrap(model), process_group or model.process_group
+    check_plain(model)
     if not dist.is_available() or not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise InputError.of(
+                "process group", f"none, in a world of {os.environ['WORLD_SIZE']} processes", "an initialised one",
+                "call torch.distributed.init_process_group() first, or every process trains a model of its own",
+            )  # fmt: skip
         return model, Solo()
     group = process_group or dist.group.WORLD
     assert group is not None
@@ -45,12 +57,31 @@ def connect(model: nn.Module, process_group: dist.ProcessGroup | None = None) ->
         raise InputError.of("process_group", "a group without this rank", "one with it", "give this rank's group")
     if dist.get_world_size(group) == 1:
         return model, Solo()
-    if any(isinstance(p, DTensor) for p in model.parameters()):
-        raise InputError.of("model", "sharded parameters", "whole ones", "give the model before it is sharded")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    comm = ProcessGroupComm(group, device)
+    comm = ProcessGroupComm(group, device, sum(1 for _ in model.parameters()))
     comm.equalise(model)
     return model, comm
+
+
+def check_plain(model: nn.Module) -> None:
+    """Raise InputError where parts of a model reduce or shard gradients by themselves, or cannot be reduced."""
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel) or type(module).__name__ == "FullyShardedDataParallel":
+            raise InputError.of(
+                f"module {name or 'model'!r}", type(module).__name__, "a plain module inside",
+                "it would reduce gradients by itself: leave it out, or wrap nothing but the whole model in "
+                "DistributedDataParallel",
+            )  # fmt: skip
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise InputError.of(f"module {name!r}", "sparse gradients", "dense ones", "build it with sparse=False")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise InputError.of(f"parameter {name!r}", "a shard", "a whole parameter", "give the model unsharded")
+        if parameter.is_complex():
+            raise InputError.of(f"parameter {name!r}", parameter.dtype, "real numbers", "hold real and imaginary part")
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise InputError.of("model", sorted(devices), "one device", "keep a replica on one device")
 
 
 def unwrap(model: DistributedDataParallel) -> nn.Module:
@@ -61,6 +92,10 @@ def unwrap(model: DistributedDataParallel) -> nn.Module:
             "DistributedDataParallel", f"communication hook {hook}", "none",
             "gradients are reduced by isostep, so the hook would not run: leave it out",
         )  # fmt: skip
+    model.require_backward_grad_sync = False
+    model.reducer._remove_autograd_hooks()
+    model.require_backward_grad_sync = False
+    model.reducer._remove_autograd_hooks()  # a forward through the wrapper would arm them for our backward
     return model.module
 
 
@@ -70,7 +105,7 @@ class ProcessGroupComm:
     Small vectors travel on the CPU where the group has a backend for it, else on the model's device.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, num_parameters: int) -> None:
         _end_quietly()
         self.replica = dist.get_rank(group)
         self.replicas = dist.get_world_size(group)
@@ -79,8 +114,9 @@ class ProcessGroupComm:
         self._vector_device = torch.device("cpu") if "cpu:" in backends else device
         self._reducer = GradientReducer()
         self._device = device
+        self._vector_length = num_parameters + 64
         self._store = dist.distributed_c10d._get_default_store()
-        self._lost = f"isostep/lost/{group.group_name}"
+        self._lost = f"isostep/lost/{group.group_name}"  # until replicas agree on a key of this life
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -93,14 +129,19 @@ class ProcessGroupComm:
         return group
 
     def sum(self, phase: str, host: Sequence[float], device: Tensor | None = None) -> _PendingSum:
-        vector = torch.tensor(host, dtype=torch.float64)
-        vector = vector.to(self._vector_device, non_blocking=True)
+        """See `comm.Comm.sum`. All vectors have one length and say their phase, so that replicas that are in
+        different calls find out instead of adding up what does not belong together.
+        """
+        marked = torch.tensor([*marks(PHASES.index(phase)), *host], dtype=torch.float64)
+        vector = marked.to(self._vector_device, non_blocking=True)
         if device is not None:
             vector = torch.cat([vector, device.to(self._vector_device)])
+        num_values = len(vector)
+        vector = functional.pad(vector, (0, -num_values % self._vector_length))
         with self._peers(phase):
             work = dist.all_reduce(vector, group=self._group, async_op=True)
         assert work is not None
-        return _PendingSum(vector, len(host), work, self._wait_for(phase, self._vector_device))
+        return _PendingSum(vector, len(host), num_values, work, self._wait_for(phase, self._vector_device), self)
 
     def reduce(self, gradients: GradientSums, backward: Callable[[], None] | None, present: Sequence[bool]) -> None:
         self._reducer.reduce(self._group, gradients, backward, present, self._wait_for("reduce", self._device))
@@ -124,8 +165,10 @@ class ProcessGroupComm:
         Raises InputError on every replica if names, shapes or dtypes differ.
         """
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-        described = [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()]
-        for replica, other in enumerate(self.gather(described)):
+        described = [(name, tuple(t.shape), t.stride(), str(t.dtype)) for name, t in tensors.items()]
+        reports = self.gather((described, uuid4().hex))
+        self._lost = f"isostep/lost/{reports[0][1]}"
+        for replica, (other, _) in enumerate(reports):
             if other != described:
                 odd = next((pair for pair in zip(described, other, strict=False) if pair[0] != pair[1]), None)
                 raise InputError.of(
@@ -135,9 +178,11 @@ class ProcessGroupComm:
         source = dist.get_global_rank(self._group, 0)
         with self._peers("start"), torch.no_grad():
             for tensor in tensors.values():
-                copy = tensor.contiguous()
-                dist.broadcast(copy, source, group=self._group)
-                tensor.copy_(copy)
+                if tensor.numel() and 0 not in tensor.stride():  # an expanded tensor is a constant
+                    raw = tensor.contiguous().reshape(-1).view(torch.uint8)  # any dtype, any backend
+                    dist.broadcast(raw, source, group=self._group)
+                    if self.replica:
+                        tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
 
     def _wait_for(self, phase: str, device: torch.device) -> Callable[[dist.Work], None]:
         def wait(work: dist.Work) -> None:
@@ -154,13 +199,15 @@ class ProcessGroupComm:
         """Turn a broken or late collective into a PeerLostError that says who is missing."""
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             missing = self._missing()
             who = f"replica {', '.join(map(str, missing))}" if missing else "another replica"
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            reason = str(error).strip().partition("\n")[0][:120] or type(error).__name__
             raise PeerLostError(
-                f"{phase} phase of the update: lost {who}, expected all {self.replicas} to answer; nothing was "
-                f"applied: see why it ended, then resume from the last checkpoint ({reason})"
+                f"{phase}: lost {who}, expected all {self.replicas} to answer; what was under way was not applied: "
+                f"see why it ended, then start again from what you saved last ({reason})"
             ) from error
 
     def _missing(self) -> list[int]:
@@ -202,12 +249,27 @@ def _end_quietly() -> None:
 
 
 class _PendingSum:
-    def __init__(self, vector: Tensor, num_host: int, work: dist.Work, wait: Callable[[dist.Work], None]) -> None:
-        self._vector, self._num_host, self._work, self._wait = vector, num_host, work, wait
+    def __init__(
+        self,
+        vector: Tensor,
+        num_host: int,
+        num_values: int,
+        work: dist.Work,
+        wait: Callable[[dist.Work], None],
+        comm: ProcessGroupComm,
+    ) -> None:
+        self._vector, self._num_host, self._num_values = vector, num_host, num_values
+        self._work, self._wait, self._comm = work, wait, comm
 
     def wait(self) -> tuple[list[float], Tensor | None]:
         self._wait(self._work)
-        values = self._vector.tolist()
+        mark, mark_squared, *values = self._vector[: self._num_values].tolist()
+        if not all_equal(mark, mark_squared, self._comm.replicas):
+            self._comm.end()
+            raise InputError.of(
+                "replicas", "different calls", "`update` and `evaluate` on every replica in the same order",
+                "let all replicas call them, not only the first",
+            )  # fmt: skip
         return values[: self._num_host], torch.tensor(values[self._num_host :], dtype=torch.float64)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
+import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -54,7 +57,8 @@ def run_workers(procs: int, worker: Worker, *args: Any, timeout: float) -> Any:
         disabled = logging.root.manager.disable
         logging.disable(logging.CRITICAL)  # the agent logs several lines where one error says it all
         try:
-            return elastic_launch(config, _guarded)(worker, args, timeout, threads, folder)[0]
+            with _interrupts_held_for_workers():
+                return elastic_launch(config, _guarded)(worker, args, timeout, threads, folder)[0]
         except ChildFailedError as failure:
             raise _first_error(Path(folder), failure) from None
         except SignalException as stop:
@@ -63,9 +67,29 @@ def run_workers(procs: int, worker: Worker, *args: Any, timeout: float) -> Any:
             logging.disable(disabled)
 
 
+@contextmanager
+def _interrupts_held_for_workers() -> Iterator[None]:
+    """Let workers start with SIGINT blocked, so that one that is still importing does not end in a traceback.
+
+    They inherit the mask of this thread, and `_guarded` opens it. This process is interrupted as ever: the kernel gives
+    the signal to another thread, and Python runs its handler in this one.
+    """
+    done = threading.Event()
+    receiver = threading.Thread(target=done.wait, daemon=True)
+    receiver.start()
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        done.set()
+        receiver.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
 def _guarded(worker: Worker, args: tuple[Any, ...], timeout: float, threads: int, folder: str) -> Any:
     """In a worker: an error becomes a file and an exit code, so that the launcher can show one line."""
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         return _in_process_group(worker, args, timeout, threads)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -52,6 +52,23 @@ def cut_buckets(gradients: GradientSums, limit: int) -> list[Bucket]:
     return buckets
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a piece of memory without gaps or overlaps, in whatever order of dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda d: d[1]):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def as_parameter(part: Tensor, parameter: Tensor) -> Tensor:
+    """A piece of a bucket in the memory layout of its parameter: fused optimizers walk both linearly."""
+    if is_dense(parameter):
+        return part.as_strided(parameter.shape, parameter.stride())
+    return part.view(parameter.shape)
+
+
 class GradientReducer:
     """Reduces the gradients of one model; remembers its buckets."""
 
@@ -101,6 +118,7 @@ class _Sending:
         self._bucket_of = {i: b for b, bucket in enumerate(buckets) for i in bucket.indices}
         self._unfinished = [set(bucket.indices) for bucket in buckets]
         self.works: list[dist.Work] = []
+        self._lone_storages: set[int] = set()
         self._device = gradients.parameters[0].device
 
     def during(self, backward: Callable[[], None]) -> None:
@@ -144,17 +162,29 @@ class _Sending:
         self.works.append(work)
 
     def _lone(self, i: int) -> Tensor:
+        parameter = self._gradients.parameters[i]
         gradient = self._gradients[i]
         if gradient is None:
-            gradient = torch.zeros_like(self._gradients.parameters[i], dtype=self._gradients.dtype(i))
-        self._gradients[i] = gradient = gradient.detach().contiguous()
-        return gradient
+            gradient = torch.zeros_like(parameter, dtype=self._gradients.dtype(i))
+        if gradient.stride() != parameter.stride() or not is_dense(gradient):
+            flat = torch.empty(gradient.numel(), dtype=gradient.dtype, device=gradient.device)
+            gradient = as_parameter(flat, parameter).copy_(gradient)
+        gradient = gradient.detach()
+        storage = gradient.untyped_storage().data_ptr()
+        if storage in self._lone_storages and gradient.numel():
+            raise InputError.of(
+                "overlap", "two parameters whose gradients share memory", "memory of its own for each",
+                "add up parameters and not views of them, or use overlap=False",
+            )  # fmt: skip
+        self._lone_storages.add(storage)
+        self._gradients[i] = gradient
+        return gradient.as_strided((gradient.numel(),), (1,))
 
     def _flat(self, bucket: Bucket) -> Tensor:
         parameters = [self._gradients.parameters[i] for i in bucket.indices]
         flat = torch.empty(sum(p.numel() for p in parameters), dtype=bucket.dtype, device=self._device)
         for i, part in zip(bucket.indices, flat.split([p.numel() for p in parameters]), strict=True):
-            view = part.view(self._gradients.parameters[i].shape)
+            view = as_parameter(part, self._gradients.parameters[i])
             gradient = self._gradients[i]
             view.zero_() if gradient is None else view.copy_(gradient)
             self._gradients[i] = view
