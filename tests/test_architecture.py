@@ -78,6 +78,6 @@ def test_readme_code_runs_as_it_is(tmp_path: Path) -> None:
     for block in blocks:
         script = tmp_path / "block.py"
         script.write_text(block)
-        finished = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+        finished = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, cwd=tmp_path)
         assert finished.returncode == 0, finished.stderr
         assert finished.stdout.count("applied") == 9

@@ -145,7 +145,7 @@ def test_not_found(build: Callable[[], nn.Module]) -> None:
 
 
 def test_every_kind_has_a_positive_case() -> None:
-    assert {kind for kind, _ in FOUND} == set(KINDS)
+    assert {kind for kind, _ in FOUND} | {"gradient-hook"} == set(KINDS)  # which has a test of its own
 
 
 def test_dropout_of_a_single_recurrent_layer_is_not_applied() -> None:
@@ -373,3 +373,17 @@ def test_help_has_an_example_and_needs_no_torch() -> None:
     script = "import sys; from isostep.cli import main\nsys.exit(main(['inspect', '--help']) or 'torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert "isostep inspect my_model.py:build" in result.stdout
+
+
+def test_hooks_on_parameters_are_refused() -> None:
+    """A hook that clamps does so per microbatch, so its result depends on the split."""
+    model = nn.Linear(2, 2)
+    assert not inspect(model).refused
+    handle = model.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    (finding,) = inspect(model).refused
+    assert finding.kind == "gradient-hook"
+    assert "weight" in finding.reason
+    handle.remove()
+    assert not inspect(model).refused
+    model.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert [f.kind for f in inspect(model).refused] == ["gradient-hook"]

@@ -45,6 +45,7 @@ KINDS: Mapping[str, Kind] = {
     "spectral-norm": Kind("refused", "call .eval() on the module that holds it, or remove it"),
     "embedding-max-norm": Kind("refused", "build it without max_norm and normalise its output instead"),
     "observer": Kind("refused", "disable the observers before training"),
+    "gradient-hook": Kind("refused", "remove the hook, or do to the whole gradient what it does, such as clip_norm"),
     "dropout": Kind("noted", "set it to 0 where any examples_per_microbatch must give the same update"),
     "layerdrop": Kind("noted", "set it to 0 where any examples_per_microbatch must give the same update"),
     "router-jitter": Kind("noted", "set it to 0 where any examples_per_microbatch must give the same update"),
@@ -201,6 +202,12 @@ def _observer(module: nn.Module) -> Iterator[tuple[str, str]]:
         yield "observer", "its range follows the microbatches that it saw, in training and in eval mode"
 
 
+def _gradient_hook(module: nn.Module) -> Iterator[tuple[str, str]]:
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            yield "gradient-hook", f"a hook on its parameter {name} sees each microbatch's gradient by itself"
+
+
 def _random_module(module: nn.Module) -> Iterator[tuple[str, str]]:
     draws = isinstance(module, nn.RReLU) and module.training and module.lower != module.upper
     pools = isinstance(module, nn.FractionalMaxPool2d | nn.FractionalMaxPool3d)
@@ -226,6 +233,7 @@ _MODULE_RULES: tuple[Callable[[nn.Module], Iterator[tuple[str, str]]], ...] = (
     _spectral_norm,
     _embedding_max_norm,
     _observer,
+    _gradient_hook,
     _random_module,
     _random_attributes,
 )
