@@ -189,6 +189,23 @@ def test_interrupt_ends_the_run_between_updates(tmp_path: Path, everybody: bool)
     assert read(tmp_path / "ledger.jsonl")[-1].reason == "stopped"  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("seconds", [0.5, 1.5, 2.5])
+def test_interrupt_while_workers_start_is_one_line(tmp_path: Path, seconds: float) -> None:
+    """Whatever is being imported, and wherever, when the user changes their mind."""
+    marker = f"start-{tmp_path.name}"
+    env = {**os.environ, "ISOSTEP_TEST_MARKER": marker}
+    process = subprocess.Popen(
+        _command("verify", "--procs", "2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+        start_new_session=True,
+    )  # fmt: skip
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.strip().splitlines() == ["isostep: interrupted; nothing is left running"]
+    _assert_nothing_alive(marker)
+
+
 @pytest.mark.timeout(240)
 def test_killed_worker_is_one_line(tmp_path: Path) -> None:
     marker = f"killed-{tmp_path.name}"

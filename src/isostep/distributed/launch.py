@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ def _interrupts_held_for_workers() -> Iterator[None]:
     They inherit the mask of this thread, and `_guarded` opens it. This process is interrupted as ever: the kernel gives
     the signal to another thread, and Python runs its handler in this one.
     """
+    resource_tracker.ensure_running()  # which unblocks SIGINT when it starts
     done = threading.Event()
     receiver = threading.Thread(target=done.wait, daemon=True)
     receiver.start()
