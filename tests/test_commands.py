@@ -189,7 +189,7 @@ def test_interrupt_ends_the_run_between_updates(tmp_path: Path, everybody: bool)
     assert read(tmp_path / "ledger.jsonl")[-1].reason == "stopped"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("seconds", [0.5, 1.5, 2.5])
+@pytest.mark.parametrize("seconds", [2.0, 3.0])
 def test_interrupt_while_workers_start_is_one_line(tmp_path: Path, seconds: float) -> None:
     """Whatever is being imported, and wherever, when the user changes their mind."""
     marker = f"start-{tmp_path.name}"
