@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isostep import Term, Updater, causal_lm, groups, token_cross_entropy
+from isostep import Term, Updater, causal_lm, groups, mse, token_cross_entropy
 from isostep.distributed import reduce
 from isostep.distributed.traffic import watched
 from isostep.models.decoder import Decoder, DecoderConfig
@@ -68,6 +68,61 @@ def test_any_bucket_size(pool: Pool, bucket_bytes: int) -> None:
     for report in pool.run(pool.size, _verify, options, bucket_bytes)[0]["layouts"]:
         assert report["gradient_error"]["max"] <= 1e-12
         assert not [p for p in report["problems"] if "bytes" not in p and "small" not in p]
+
+
+# -------------------------------------------------------------------------------------------- golden numbers
+
+
+class Scalar(nn.Module):
+    """w, whatever comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w.expand_as(x)
+
+
+def _scalar(group: Any, targets: list[list[float]]) -> float:
+    """w after one update from w = 1 on (w - y)^2 / 2 at learning rate 0.1; each replica has its own targets."""
+    model = Scalar()
+    updater = Updater(model, torch.optim.SGD(model.parameters(), lr=0.1), 0.5 * mse, process_group=group)
+    mine = torch.tensor(targets[updater.replica], dtype=torch.float64)
+    updater.update([(torch.zeros_like(mine), mine)])
+    return model.w.item()
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        ([[0.0], [2.0], [4.0]], 1.1),
+        ([[0.0], [2.0], [4.0] * 4], 1.2),  # the mean of replica means would give 1.1
+        ([[0.0]], 0.9),
+        ([[2.0]], 1.1),
+        ([[4.0]], 1.3),
+    ],
+)
+def test_golden_numbers_of_replicas(pool: Pool, targets: list[list[float]], expected: float) -> None:
+    assert pool.run(len(targets), _scalar, targets) == pytest.approx([expected] * len(targets), abs=1e-15)
+
+
+def _vector(group: Any) -> list[float]:
+    """Weights [5, 5] after one update with gradients [1, 3] on one replica and [3, 1] on the other, averaged."""
+    weights = nn.Parameter(torch.tensor([5.0, 5.0], dtype=torch.float64))
+    model = nn.ParameterList([weights])
+    term = Term("sum", lambda outputs, batch: outputs, lambda batch: 1)
+    updater = Updater(
+        model, torch.optim.SGD([weights], lr=0.1), term, forward=lambda m, x: (m[0] * x).sum(), process_group=group
+    )
+    gradient = torch.tensor([[1.0, 3.0], [3.0, 1.0]][updater.replica], dtype=torch.float64)
+    updater.update([gradient])
+    return weights.tolist()
+
+
+def test_golden_numbers_of_vectors(pool: Pool) -> None:
+    for weights in pool.run(2, _vector):
+        assert weights == pytest.approx([4.8, 4.8], abs=1e-15)
 
 
 # ------------------------------------------------------------------------------------- one process, to the bit
@@ -129,6 +184,37 @@ def test_same_layout_twice_to_the_bit(pool: Pool, replicas: int, overlap: bool) 
     for weights in (*first, *again):
         assert all(torch.equal(a, b) for a, b in zip(weights, first[0], strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(other[0], first[0], strict=True))
+
+
+def _replayed(group: Any, examples_per_microbatch: int, first_fails: bool) -> list[Tensor]:
+    """Weights after two updates; the first attempt of the first runs out of memory half-way, if asked for."""
+    model = WithDropout().float()
+    calls = 0
+
+    def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if first_fails and calls == 2:
+            raise torch.OutOfMemoryError("simulated")
+        return model(batch["input_ids"])
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    updater = Updater(model, optimizer, causal_lm, forward=forward, process_group=group)
+    data = build_examples(16, 0)
+    for data_group in groups(data, examples_per_update=16, examples_per_microbatch=examples_per_microbatch, epochs=2):
+        updater.update(data_group)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_replay_of_the_same_composition_to_the_bit(pool: Pool, replicas: int) -> None:
+    """4 examples halved to 2 after a failed attempt, dropout included, are as if there had been 2 from the start."""
+    replayed = pool.run(replicas, _replayed, 4, True)
+    direct = pool.run(replicas, _replayed, 2, False)
+    control = pool.run(replicas, _replayed, 4, False)
+    for weights in (*replayed, *direct):
+        assert all(torch.equal(a, b) for a, b in zip(weights, direct[0], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(control[0], direct[0], strict=True))
 
 
 # ------------------------------------------------------------------------------------------- particular groups
