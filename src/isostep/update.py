@@ -23,7 +23,7 @@ from torch import Tensor
 from .comm import Comm, Pending, leaving
 from .engine import Attempt, Counted, Engine, Microbatch, Verdict, Work
 from .errors import CoverageError, InputError, NonFiniteError, OutOfMemoryError, PeerError
-from .ledger import Counts
+from .ledger import Counts, format_hash
 from .memory import is_out_of_memory
 from .objective import Batch, Objective, Outputs, to_device
 from .randomness import FORWARD, LOADING, microbatch_key, preserved, seed_generators
@@ -320,7 +320,7 @@ def check_coverage(group: Work, seen: Coverage) -> None:
     if group.coverage is not None and seen != group.coverage:
         raise CoverageError(
             f"coverage of epoch {group.epoch}, group {group.index}: got {seen.count} examples with hash "
-            f"{seen.hash:016x} in forward, expected {group.coverage.count} with hash {group.coverage.hash:016x}; "
+            f"{format_hash(seen)} in forward, expected {group.coverage.count} with hash {format_hash(group.coverage)}; "
             "a loader lost, repeated or swapped examples: check what it returns for the ids it is given"
         )
 

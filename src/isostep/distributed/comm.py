@@ -93,8 +93,6 @@ def unwrap(model: DistributedDataParallel) -> nn.Module:
             "gradients are reduced by isostep, so the hook would not run: leave it out",
         )  # fmt: skip
     model.require_backward_grad_sync = False
-    model.reducer._remove_autograd_hooks()
-    model.require_backward_grad_sync = False
     model.reducer._remove_autograd_hooks()  # a forward through the wrapper would arm them for our backward
     return model.module
 
@@ -147,10 +145,8 @@ class ProcessGroupComm:
         self._reducer.reduce(self._group, gradients, backward, present, self._wait_for("reduce", self._device))
 
     def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.replicas
         with self._peers("report"):
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+            return gathered(value, self._group)
 
     def end(self) -> None:
         """Abort the process group, and tell whoever waits for this replica that it will not answer."""

@@ -16,6 +16,7 @@ from ..distributed.comm import first_ranks, gathered, wrapped
 from ..distributed.traffic import watched
 from ..errors import PeerLostError
 from ..layout import Layout
+from ..ledger import format_hash
 from ..units import Coverage
 from ..updater import Updater
 from .problem import CLIP_NORM, COEFFICIENT, build_examples, build_model, objective
@@ -203,7 +204,7 @@ def _report(
         },
         "gradient_error": {"max": worst[0], "parameter": worst[1]},
         "loss": first.loss,
-        "ids_hash": f"{Coverage.of(ids).hash:016x}",
+        "ids_hash": format_hash(Coverage.of(ids)),
         "num_examples": len(ids),
         "num_supervised_tokens": first.num_supervised_tokens,
         "reduced_bytes_ratio": max(o.large_bytes_ratio for o in observed),
@@ -227,7 +228,7 @@ def _document(
         "passed": all(report["ok"] for report in reports) and factor >= CONTROL_FACTOR,
         "tolerance": tolerance,
         "reference": {
-            "ids_hash": f"{Coverage.of(range(len(examples))).hash:016x}",
+            "ids_hash": format_hash(Coverage.of(range(len(examples)))),
             "loss": reference.loss,
             "num_supervised_tokens": reference.num_supervised_tokens,
         },
