@@ -71,6 +71,7 @@ class RunStarted(Event):
     """The first event of a ledger: WHAT is trained (`what_hash` identifies it), HOW, and on how much data.
 
     num_examples: size of the data set. versions: of the libraries that the numbers depend on.
+    examples_per_update: None where updates have a budget of tokens.
     """
 
     event: ClassVar[str] = "run_started"
@@ -84,7 +85,7 @@ class RunStarted(Event):
     num_examples: int
     seed: int
     last_group: str
-    examples_per_update: int
+    examples_per_update: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,18 +146,38 @@ class Evaluated(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemory(Event):
-    """Memory ran out in an attempted update; its group was replayed with smaller microbatches."""
+    """Memory ran out; the group, or the evaluation, was replayed with smaller microbatches.
+
+    attempted: number of the update that was attempted, or of the last one before the evaluation.
+    """
 
     event: ClassVar[str] = "out_of_memory"
 
     attempted: int
+    during: Literal["update", "evaluation"] = "update"
     examples_per_microbatch_before: int
     examples_per_microbatch_after: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryObserved(Event):
+    """Peaks so far in bytes, an entry per replica: allocated on a CUDA device, resident set on a CPU.
+
+    baseline: after the model was built. first_group: with the first optimizer step of this start of the run.
+    later_groups: None before the second group. A later event of the same start supersedes an earlier one.
+    """
+
+    event: ClassVar[str] = "memory_observed"
+
+    devices: list[str]
+    baseline: list[int]
+    first_group: list[int]
+    later_groups: list[int | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointAnnounced(Event):
-    """A checkpoint is durable at `path`; it has seen this many attempted updates."""
+    """A checkpoint is durable at `path`, relative to the run; it has seen this many attempted updates."""
 
     event: ClassVar[str] = "checkpoint_announced"
 
@@ -168,8 +189,8 @@ class CheckpointAnnounced(Event):
 class Resumed(Event):
     """The run continues from a checkpoint that had seen `from_update` attempted updates.
 
-    Events of later attempts that stand before this one are superseded. what_override: the run was told to
-    continue although WHAT changed.
+    Events of later attempts that stand before this one are superseded. changes: "section.key" -> [before, now], of
+    everything that is not as it was. what_override: the run was told to continue although WHAT changed.
     """
 
     event: ClassVar[str] = "resumed"
@@ -177,6 +198,7 @@ class Resumed(Event):
     from_update: int
     what_override: bool = False
     how: Document
+    changes: Document = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +216,8 @@ Record = TypeVar("Record", Event, Counts)
 EVENTS: dict[str, type[Event]] = {
     kind.event: kind
     for kind in (
-        RunStarted, UpdateDone, Dropped, Evaluated, OutOfMemory, CheckpointAnnounced, Resumed, RunEnded,
+        RunStarted, UpdateDone, Dropped, Evaluated, OutOfMemory, MemoryObserved, CheckpointAnnounced, Resumed,
+        RunEnded,
     )
 }  # fmt: skip
 

@@ -1,0 +1,381 @@
+"""The configuration of a run: sections of a TOML file, each key of which is also a flag.
+
+WHAT one update is (`[update] [precision] [model] [data] [optimizer] [schedule]`), HOW it is laid out (`[layout]`), and
+the RUN around it (`[validation] [checkpoint] [run] [quality]`). The hash of WHAT names the experiment; HOW may change
+whenever a run resumes, and so may most of RUN. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from .errors import InputError
+
+
+class Section(BaseModel):
+    """A section of the file: frozen, no unknown keys, no conversion between types but int to float."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Update(Section):
+    """WHAT one update is."""
+
+    examples_per_update: int | None = Field(None, gt=0, le=2**62, description="budget of an update; 64 without another")
+    tokens_per_update: int | None = Field(None, gt=0, le=2**62, description="the other budget of an update")
+    objective: Literal["causal-lm"] = Field("causal-lm", description="cross-entropy per supervised token")
+    last_group: Literal["keep", "drop"] = Field("keep", description="the partial group at an epoch's end")
+    seed: int = Field(0, ge=0, lt=2**63, description="of the order of examples and of draws in forward")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_budget(cls, values: Any) -> Any:
+        return _one_of(values, "examples_per_update", "tokens_per_update", 64)
+
+
+class Layout(Section):
+    """HOW an update is split. Changes speed and memory, never the update."""
+
+    replicas: int | None = Field(None, gt=0, le=2**20, description="workers; --procs; default 1, or the launcher's")
+    tokens_per_microbatch: int | None = Field(
+        None, gt=0, le=2**62, description="budget of a microbatch, padding counted; 4096 without another"
+    )
+    examples_per_microbatch: int | Literal["auto"] | None = Field(
+        None, description='the other budget of a microbatch; "auto" tries what fits'
+    )
+    overlap: bool = Field(True, description="reduce gradients during each replica's last backward")
+    activation_checkpointing: bool = Field(False, description="recompute each block in backward instead of keeping it")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_budget(cls, values: Any) -> Any:
+        return _one_of(values, "tokens_per_microbatch", "examples_per_microbatch", 4096)
+
+    @model_validator(mode="after")
+    def _positive(self) -> Layout:
+        if isinstance(self.examples_per_microbatch, int) and self.examples_per_microbatch < 1:
+            raise _bad("examples_per_microbatch", self.examples_per_microbatch, "1 or more", "give a positive size")
+        return self
+
+
+class Precision(Section):
+    """Of forward and backward; parameters and optimizer stay in float32."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="float16 brings a loss scale")
+
+
+class Model(Section):
+    """The built-in decoder."""
+
+    context_length: int = Field(384, gt=1, le=2**20, description="longest example, in tokens")
+    width: int = Field(128, gt=0, le=2**20, description="of the residual stream")
+    depth: int = Field(4, gt=0, le=2**14, description="blocks")
+    heads: int = Field(4, gt=0, le=2**14, description="of attention")
+    initial_seed: int = Field(0, ge=0, lt=2**63, description="of the initial weights")
+
+
+class Data(Section):
+    """Training and validation data, as bytes."""
+
+    source: str = Field(
+        "stdlib",
+        min_length=1,
+        description='"stdlib" (functions of this Python\'s standard library), or a .jsonl or .txt file',
+    )
+    validation: str | None = Field(
+        None, min_length=1, description="another such file; without one, part of the source is held out"
+    )
+    validation_percent: float = Field(5.0, gt=0, lt=100, description="share held out, chosen by content")
+    too_long: Literal["refuse", "leave-out", "cut"] = Field(
+        "refuse", description="examples longer than the context; stdlib always leaves them out"
+    )
+
+
+class Optimizer(Section):
+    """The optimizer, clipping, and the average of weights."""
+
+    name: Literal["adamw", "sgd", "muon"] = Field("adamw", description="muon: for matrices, AdamW for the rest")
+    learning_rate: float = Field(3e-3, gt=0, description="the schedule's peak")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled; for matrices only")
+    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="of AdamW")
+    momentum: float = Field(0.95, ge=0, lt=1, description="of SGD and Muon")
+    clip_norm: float = Field(1.0, ge=0, description="of the global gradient norm; 0 does not clip")
+    ema_decay: float = Field(0.0, ge=0, lt=1, description="of an average of weights, which is validated; 0 keeps none")
+
+    @model_validator(mode="after")
+    def _check_betas(self) -> Optimizer:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise _bad("betas", list(self.betas), "two numbers from 0 to below 1", "give [0.9, 0.95] for example")
+        return self
+
+
+class Schedule(Section):
+    """The learning rate, by what has been applied so far."""
+
+    shape: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = Field("cosine", description="after warm-up")
+    unit: Literal["updates", "examples", "supervised_tokens"] = Field("updates", description="of the lengths below")
+    warmup: int = Field(10, ge=0, le=2**62, description="linear from 0, in units")
+    decay: int | None = Field(None, gt=0, le=2**62, description="warmup-stable-decay: its last units; 20 % without")
+    total: int | None = Field(None, gt=0, le=2**62, description="units to the schedule's end; the run's own without")
+    final_factor: float = Field(0.0, ge=0, le=1, description="of the learning rate, at the end")
+
+
+class Validation(Section):
+    """Exact validation: over every target of the validation data."""
+
+    every: int = Field(25, ge=0, le=2**62, description="applied updates; 0: only at start and end")
+
+
+class Checkpoint(Section):
+    """What a run resumes from."""
+
+    every: int = Field(25, ge=0, le=2**62, description="attempted updates; 0: only at the end or on a signal")
+    keep: int = Field(2, gt=0, le=2**31, description="the last that many")
+
+
+class Run(Section):
+    """Length, place and reports."""
+
+    dir: str = Field("runs/default", min_length=1, description="where the run is kept; --run-dir")
+    epochs: int = Field(2, gt=0, le=2**31, description="passes over the data")
+    updates: int | None = Field(None, gt=0, le=2**62, description="end after this many attempted updates")
+    purpose: Literal["preparation", "trial", "accepted"] = Field("trial", description="said in the sheet")
+    track: tuple[Literal["tensorboard", "wandb"], ...] = Field((), strict=False, description="also report there")
+    x_axis: Literal["updates", "examples", "supervised_tokens"] = Field("updates", description="of tracked values")
+    timeout: float = Field(300.0, gt=0, le=86400, description="seconds that any collective may take")
+    grace: float = Field(15.0, ge=0, le=86400, description="seconds that a signal lets the update under way go on")
+
+
+class Quality(Section):
+    """A rule that is fixed before the run and judged in the sheet."""
+
+    axis: Literal["updates", "examples", "supervised_tokens"] = Field("supervised_tokens", description="of the rule")
+    metric: Literal["validation_loss", "training_loss"] = Field("validation_loss", description="what is judged")
+    accept_if: str | None = Field(None, description='such as "< 2.0 at 2e6": by 2e6 on the axis, below 2.0')
+
+    @model_validator(mode="after")
+    def _check_rule(self) -> Quality:
+        if self.accept_if is not None:
+            parse_rule(self.accept_if)
+        return self
+
+
+class Config(Section):
+    """All sections of a file."""
+
+    update: Update = Field(default_factory=Update)
+    layout: Layout = Field(default_factory=Layout)
+    precision: Precision = Field(default_factory=Precision)
+    model: Model = Field(default_factory=Model)
+    data: Data = Field(default_factory=Data)
+    optimizer: Optimizer = Field(default_factory=Optimizer)
+    schedule: Schedule = Field(default_factory=Schedule)
+    validation: Validation = Field(default_factory=Validation)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    run: Run = Field(default_factory=Run)
+    quality: Quality = Field(default_factory=Quality)
+
+    def what(self, content_hash: str) -> dict[str, Any]:
+        """WHAT as a document, with the data by content and not by path."""
+        sections = ("update", "precision", "model", "optimizer", "schedule")
+        return {name: getattr(self, name).model_dump(mode="json") for name in sections} | {
+            "data": {"content_hash": content_hash}
+        }
+
+    def how(self, replicas: int) -> dict[str, Any]:
+        """HOW as a document, with the number of replicas that there really are."""
+        return self.layout.model_dump(mode="json") | {"replicas": replicas}
+
+    def about_run(self) -> dict[str, Any]:
+        """RUN as a document."""
+        sections = ("data", "validation", "checkpoint", "run", "quality")
+        return {name: getattr(self, name).model_dump(mode="json") for name in sections}
+
+
+def hash_of(what: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) of a WHAT as JSON."""
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+def parse_rule(text: str) -> tuple[str, float, float]:
+    """(comparison, limit, place) of a quality rule such as "< 2.0 at 2e6". Raises InputError for another text."""
+    number = r"([-+]?\d*\.?\d+(?:[eE][-+]?\d+)?)"
+    found = re.fullmatch(rf"\s*(<=|<|>=|>)\s*{number}\s+at\s+{number}\s*", text)
+    if found is None or not 0 <= float(found[3]) < 1e300:
+        raise _bad("accept_if", text, 'a rule such as "< 2.0 at 2e6"', "give comparison, limit and place on the axis")
+    return found[1], float(found[2]), float(found[3])
+
+
+# --------------------------------------------------------------------------------------------- reading
+
+
+EXCLUSIVE = {
+    "update.examples_per_update": "update.tokens_per_update",
+    "update.tokens_per_update": "update.examples_per_update",
+    "layout.examples_per_microbatch": "layout.tokens_per_microbatch",
+    "layout.tokens_per_microbatch": "layout.examples_per_microbatch",
+}
+"""Keys of which a flag replaces the other one of the file."""
+
+
+def keys() -> Iterator[tuple[str, FieldInfo]]:
+    """Every key of the file as "section.key", in order, with its pydantic field."""
+    for section, field in Config.model_fields.items():
+        assert isinstance(field.annotation, type)
+        assert issubclass(field.annotation, Section)
+        for name, key in field.annotation.model_fields.items():
+            yield f"{section}.{name}", key
+
+
+def load(path: str | None = None, flags: Mapping[str, str] | None = None) -> Config:
+    """The configuration of a TOML file (defaults without one), with flags ("section.key" -> text) over it.
+
+    Raises InputError in one line that names the key, or the place in the file.
+    """
+    document = {} if path is None else _read(path)
+    fields = dict(keys())
+    for key, text in (flags or {}).items():
+        section, _, name = key.partition(".")
+        if isinstance(document.setdefault(section, {}), dict):
+            document[section][name] = _value_of(text, fields[key])
+            if (other := EXCLUSIVE.get(key)) not in (flags or {}) and other is not None:
+                document[section].pop(other.partition(".")[2], None)
+    try:
+        return Config.model_validate(document)
+    except ValidationError as error:
+        raise _first_of(error) from None
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError.of("configuration", path, "a file that can be read", f"{error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError.of(path, f"byte {error.start} that is not UTF-8", "a TOML file", "save it as UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{path}: got malformed TOML, expected key = value; mend it: {error}") from None
+
+
+def _value_of(text: str, field: FieldInfo) -> Any:
+    """A flag's text as the TOML value that it stands for; text stays text where the key holds some."""
+    if field.annotation in (str, str | None):
+        return text
+    if text == "none":
+        return None
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return [text] if "tuple" in str(field.annotation) else text
+
+
+def _first_of(error: ValidationError) -> InputError:
+    """The first complaint of pydantic, in our form."""
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"])) if first["loc"] else "configuration"
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, _Bad):
+        return InputError.of(f"{where}.{cause.key}", cause.got, cause.expected, cause.remedy)
+    if first["type"] == "extra_forbidden":
+        section, _, name = where.partition(".")
+        known = [key.partition(".")[2] for key, _ in keys() if key.startswith(f"{section}.")] if name else []
+        known = known or list(Config.model_fields)
+        return InputError.of(
+            "configuration key", where, f"one of {', '.join(known)}", "mend or remove it; docs/config.md has them all"
+        )
+    names = {key for key, _ in keys()}
+    while where not in names and where.count(".") > 1:  # inside a union or a tuple
+        where = where.rpartition(".")[0]
+    expected = re.sub(r"^Input should be ", "", first["msg"])
+    return InputError.of(where, _quoted(first["input"]), expected, "mend the value; docs/config.md says what it means")
+
+
+def _quoted(value: Any) -> Any:
+    text = str(value)
+    return value if len(text) <= 60 else f"{text[:60]}..."
+
+
+class _Bad(ValueError):
+    """A complaint of our own inside pydantic's validation."""
+
+    def __init__(self, key: str, got: object, expected: str, remedy: str) -> None:
+        self.key, self.got, self.expected, self.remedy = key, got, expected, remedy
+        super().__init__(f"{key}: got {got!r}, expected {expected}; {remedy}")
+
+
+def _bad(key: str, got: object, expected: str, remedy: str) -> _Bad:
+    return _Bad(key, got, expected, remedy)
+
+
+def _one_of(values: Any, first: str, second: str, default: int) -> Any:
+    """Exactly one of two budgets: the first one by default."""
+    if not isinstance(values, dict):
+        return values
+    given = {name: values[name] for name in (first, second) if values.get(name) is not None}
+    if len(given) > 1:
+        raise _bad(first, given, f"either it or {second}", "give one of them")
+    return values if given else {**values, first: default}
+
+
+# --------------------------------------------------------------------------------------------- the reference page
+
+
+def expected_of(field: FieldInfo) -> str:
+    """The values of a key, in words."""
+    names = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "none"}
+
+    def words(annotation: Any) -> str:
+        if annotation in names:
+            return names[annotation]
+        arguments = get_args(annotation)
+        if getattr(annotation, "__origin__", None) is Literal:
+            return ", ".join(f'"{value}"' for value in arguments)
+        if getattr(annotation, "__origin__", None) is tuple:
+            return f"list of {words(arguments[0])}"
+        return " or ".join(words(argument) for argument in arguments if argument is not type(None))
+
+    return words(field.annotation)
+
+
+def default_of(field: FieldInfo) -> str:
+    """The default of a key as TOML; empty where there is none."""
+    value = field.default
+    return "" if value is None else json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def reference() -> str:
+    """docs/config.md."""
+    lines = [
+        "# Configuration",
+        "",
+        "<!-- Written by `python -m isostep.config`; a test compares. -->",
+        "",
+        "`isostep train RUN.toml` reads these keys; each is a flag too (`--section.key VALUE`), and flags win. A key",
+        "without a default may be left out. WHAT names the experiment: a run does not resume under another one. HOW may",
+        "change at every resume, without changing an update. RUN may change too, except `[quality]`, which is fixed.",
+        "",
+    ]
+    kinds = dict.fromkeys(("update", "precision", "model", "data", "optimizer", "schedule"), "WHAT") | {"layout": "HOW"}
+    for section, field in Config.model_fields.items():
+        about = " ".join((field.annotation.__doc__ or "").split())  # type: ignore[union-attr]
+        lines += [f"## [{section}] ({kinds.get(section, 'RUN')})", "", about, "", "| key | value | default | meaning |"]
+        lines.append("|---|---|---|---|")
+        for key, info in keys():
+            if key.startswith(f"{section}."):
+                default = f"`{default_of(info)}`" if default_of(info) else ""
+                lines.append(f"| `{key.partition('.')[2]}` | {expected_of(info)} | {default} | {info.description} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(reference(), end="")
