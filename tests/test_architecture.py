@@ -15,7 +15,8 @@ import isostep
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src" / "isostep").rglob("*.py"))
 WITHOUT_TORCH = ("", ".units", ".errors", ".cli", ".grouping", ".layout", ".ledger", ".explain.replicas",
-                 ".explain.tokens", ".explain.batch", ".explain.draw")  # fmt: skip
+                 ".explain.tokens", ".explain.batch", ".explain.draw", ".config", ".learning_rate", ".quality",
+                 ".ledger.sheet", ".report.text", ".report.progress", ".report.track")  # fmt: skip
 
 
 def _imports(path: Path) -> list[str]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .data.collate import pad_batch
     from .data.groups import groups, ready_groups
     from .errors import (
+        AbandonedError,
         CoverageError,
         InputError,
         IsostepError,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "AbandonedError": "errors",
     "CoverageError": "errors",
     "InputError": "errors",
     "IsostepError": "errors",
@@ -52,6 +54,7 @@ _HOME = {
 }
 
 __all__ = [
+    "AbandonedError",
     "CoverageError",
     "InputError",
     "IsostepError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import json
 import math
@@ -17,6 +18,8 @@ from .errors import InputError, IsostepError
 
 COMMANDS = {
     "train": "train the built-in decoder on real text through one exact update",
+    "report": "what happened in a run: its sheet, curves and proof of coverage, from its ledger alone",
+    "runs": "a table of all runs below a folder",
     "verify": "check the update against an independent reference, over a grid of layouts",
     "inspect": "find parts of a model whose result depends on how the update is split",
     "explain": "worked pictures of replicas, tokens and batches",
@@ -24,13 +27,17 @@ COMMANDS = {
 
 
 MAX_PROCS = 64
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line on stderr and exit code 2."""
+    """An argument parser whose errors are one line on stderr and exit code 2, and whose flags are never shortened."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+        self.exit(2, f"{self.prog}: {shortened(' '.join(message.split()), 400)}; see `{self.prog} --help`\n")
 
 
 def positive_int(text: str) -> int:
@@ -85,7 +92,7 @@ def shortened(text: str, length: int = 60) -> str:
 def write_json(path: str | None, document: dict[str, Any]) -> None:
     """Write a document (which has `"schema": 1`) to `path`; nothing if `path` is None, stdout if it is "-".
 
-    Raises InputError where the file cannot be written.
+    Raises InputError where the file cannot be written, IsostepError where the disk is full.
     """
     if path is None:
         return
@@ -96,9 +103,9 @@ def write_json(path: str | None, document: dict[str, Any]) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InputError.of(
-            "--json", path, "a file that can be written", f"choose another path ({error.strerror})"
-        ) from None
+        remedy = f"choose another path ({error.strerror})"
+        refused = InputError.of("--json", path, "a file that can be written", remedy)
+        raise (IsostepError(str(refused)) if error.errno in NO_ROOM else refused) from None
 
 
 def build_parser(names: Sequence[str]) -> Parser:
@@ -127,10 +134,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"isostep: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(f"isostep: {error}; free space or mend access, then run it again", file=sys.stderr)
+        print(
+            f"isostep: got {error}, expected room and access; free space or mend access, then run it again",
+            file=sys.stderr,
+        )
         return 1
-    except KeyboardInterrupt:
-        print("isostep: interrupted; nothing is left running", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"isostep: {str(stop) or 'interrupted; nothing is left running'}", file=sys.stderr)
         return 130
 
 

@@ -45,8 +45,8 @@ class Comm(Protocol):
         """A picklable value of every replica, in replica order. For error reports, not for the fast path."""
         ...
 
-    def end(self) -> None:
-        """Give up: make the other replicas fail instead of wait."""
+    def end(self, reason: str = "") -> None:
+        """Give up: make the other replicas fail instead of wait, and tell them the reason."""
         ...
 
 
@@ -57,8 +57,8 @@ def leaving(comm: Comm) -> Iterator[None]:
         yield
     except Exception:
         raise
-    except BaseException:
-        comm.end()
+    except BaseException as error:
+        comm.end(type(error).__name__)
         raise
 
 
@@ -86,5 +86,5 @@ class Solo:
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
-    def end(self) -> None:
+    def end(self, reason: str = "") -> None:
         pass

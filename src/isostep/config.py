@@ -30,11 +30,13 @@ class Section(BaseModel):
 class Update(Section):
     """WHAT one update is."""
 
-    examples_per_update: int | None = Field(None, gt=0, le=2**62, description="budget of an update; 64 without another")
-    tokens_per_update: int | None = Field(None, gt=0, le=2**62, description="the other budget of an update")
-    objective: Literal["causal-lm"] = Field("causal-lm", description="cross-entropy per supervised token")
-    last_group: Literal["keep", "drop"] = Field("keep", description="the partial group at an epoch's end")
-    seed: int = Field(0, ge=0, lt=2**63, description="of the order of examples and of draws in forward")
+    examples_per_update: int | None = Field(
+        default=None, gt=0, le=2**62, description="budget of an update; 64 without another"
+    )
+    tokens_per_update: int | None = Field(default=None, gt=0, le=2**62, description="the other budget of an update")
+    objective: Literal["causal-lm"] = Field(default="causal-lm", description="cross-entropy per supervised token")
+    last_group: Literal["keep", "drop"] = Field(default="keep", description="the partial group at an epoch's end")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="of the order of examples and of draws in forward")
 
     @model_validator(mode="before")
     @classmethod
@@ -45,15 +47,19 @@ class Update(Section):
 class Layout(Section):
     """HOW an update is split. Changes speed and memory, never the update."""
 
-    replicas: int | None = Field(None, gt=0, le=2**20, description="workers; --procs; default 1, or the launcher's")
+    replicas: int | None = Field(
+        default=None, gt=0, le=2**20, description="workers; --procs; default 1, or the launcher's"
+    )
     tokens_per_microbatch: int | None = Field(
-        None, gt=0, le=2**62, description="budget of a microbatch, padding counted; 4096 without another"
+        default=None, gt=0, le=2**62, description="budget of a microbatch, padding counted; 4096 without another"
     )
     examples_per_microbatch: int | Literal["auto"] | None = Field(
-        None, description='the other budget of a microbatch; "auto" tries what fits'
+        default=None, description='the other budget of a microbatch; "auto" tries what fits'
     )
-    overlap: bool = Field(True, description="reduce gradients during each replica's last backward")
-    activation_checkpointing: bool = Field(False, description="recompute each block in backward instead of keeping it")
+    overlap: bool = Field(default=True, description="reduce gradients during each replica's last backward")
+    activation_checkpointing: bool = Field(
+        default=False, description="recompute each block in backward instead of keeping it"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -70,46 +76,52 @@ class Layout(Section):
 class Precision(Section):
     """Of forward and backward; parameters and optimizer stay in float32."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="float16 brings a loss scale")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32", description="float16 brings a loss scale"
+    )
 
 
 class Model(Section):
     """The built-in decoder."""
 
-    context_length: int = Field(384, gt=1, le=2**20, description="longest example, in tokens")
-    width: int = Field(128, gt=0, le=2**20, description="of the residual stream")
-    depth: int = Field(4, gt=0, le=2**14, description="blocks")
-    heads: int = Field(4, gt=0, le=2**14, description="of attention")
-    initial_seed: int = Field(0, ge=0, lt=2**63, description="of the initial weights")
+    context_length: int = Field(default=384, gt=1, le=2**20, description="longest example, in tokens")
+    width: int = Field(default=128, gt=0, le=2**20, description="of the residual stream")
+    depth: int = Field(default=4, gt=0, le=2**14, description="blocks")
+    heads: int = Field(default=4, gt=0, le=2**14, description="of attention")
+    initial_seed: int = Field(default=0, ge=0, lt=2**63, description="of the initial weights")
 
 
 class Data(Section):
     """Training and validation data, as bytes."""
 
     source: str = Field(
-        "stdlib",
+        default="stdlib",
         min_length=1,
         description='"stdlib" (functions of this Python\'s standard library), or a .jsonl or .txt file',
     )
     validation: str | None = Field(
-        None, min_length=1, description="another such file; without one, part of the source is held out"
+        default=None, min_length=1, description="another such file; without one, part of the source is held out"
     )
-    validation_percent: float = Field(5.0, gt=0, lt=100, description="share held out, chosen by content")
+    validation_percent: float = Field(default=5.0, gt=0, lt=100, description="share held out, chosen by content")
     too_long: Literal["refuse", "leave-out", "cut"] = Field(
-        "refuse", description="examples longer than the context; stdlib always leaves them out"
+        default="refuse", description="examples longer than the context; stdlib always leaves them out"
     )
 
 
 class Optimizer(Section):
     """The optimizer, clipping, and the average of weights."""
 
-    name: Literal["adamw", "sgd", "muon"] = Field("adamw", description="muon: for matrices, AdamW for the rest")
-    learning_rate: float = Field(3e-3, gt=0, description="the schedule's peak")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled; for matrices only")
-    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="of AdamW")
-    momentum: float = Field(0.95, ge=0, lt=1, description="of SGD and Muon")
-    clip_norm: float = Field(1.0, ge=0, description="of the global gradient norm; 0 does not clip")
-    ema_decay: float = Field(0.0, ge=0, lt=1, description="of an average of weights, which is validated; 0 keeps none")
+    name: Literal["adamw", "sgd", "muon"] = Field(default="adamw", description="muon: for matrices, AdamW for the rest")
+    learning_rate: float = Field(default=3e-3, gt=0, description="the schedule's peak")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="for matrices only; decoupled, but with sgd part of the gradient"
+    )
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False, description="of AdamW")
+    momentum: float = Field(default=0.95, ge=0, lt=1, description="of SGD and Muon")
+    clip_norm: float = Field(default=1.0, ge=0, description="of the global gradient norm; 0 does not clip")
+    ema_decay: float = Field(
+        default=0.0, ge=0, lt=1, description="of an average of weights, which is validated; 0 keeps none"
+    )
 
     @model_validator(mode="after")
     def _check_betas(self) -> Optimizer:
@@ -121,46 +133,62 @@ class Optimizer(Section):
 class Schedule(Section):
     """The learning rate, by what has been applied so far."""
 
-    shape: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = Field("cosine", description="after warm-up")
-    unit: Literal["updates", "examples", "supervised_tokens"] = Field("updates", description="of the lengths below")
-    warmup: int = Field(10, ge=0, le=2**62, description="linear from 0, in units")
-    decay: int | None = Field(None, gt=0, le=2**62, description="warmup-stable-decay: its last units; 20 % without")
-    total: int | None = Field(None, gt=0, le=2**62, description="units to the schedule's end; the run's own without")
-    final_factor: float = Field(0.0, ge=0, le=1, description="of the learning rate, at the end")
+    shape: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = Field(
+        default="cosine", description="after warm-up"
+    )
+    unit: Literal["updates", "examples", "supervised_tokens"] = Field(
+        default="updates", description="of the lengths below"
+    )
+    warmup: int | None = Field(default=None, ge=0, le=2**62, description="linear up to the peak; a tenth without")
+    decay: int | None = Field(
+        default=None, gt=0, le=2**62, description="warmup-stable-decay: its last units; a fifth without"
+    )
+    total: int | None = Field(
+        default=None, gt=0, le=2**62, description="units to the schedule's end; the run's own without"
+    )
+    final_factor: float = Field(default=0.0, ge=0, le=1, description="of the learning rate, at the end")
 
 
 class Validation(Section):
     """Exact validation: over every target of the validation data."""
 
-    every: int = Field(25, ge=0, le=2**62, description="applied updates; 0: only at start and end")
+    every: int = Field(default=25, ge=0, le=2**62, description="applied updates; 0: only at start and end")
 
 
 class Checkpoint(Section):
     """What a run resumes from."""
 
-    every: int = Field(25, ge=0, le=2**62, description="attempted updates; 0: only at the end or on a signal")
-    keep: int = Field(2, gt=0, le=2**31, description="the last that many")
+    every: int = Field(default=25, ge=0, le=2**62, description="attempted updates; 0: only at the end or on a signal")
+    keep: int = Field(default=2, gt=0, le=2**31, description="the last that many")
 
 
 class Run(Section):
     """Length, place and reports."""
 
-    dir: str = Field("runs/default", min_length=1, description="where the run is kept; --run-dir")
-    epochs: int = Field(2, gt=0, le=2**31, description="passes over the data")
-    updates: int | None = Field(None, gt=0, le=2**62, description="end after this many attempted updates")
-    purpose: Literal["preparation", "trial", "accepted"] = Field("trial", description="said in the sheet")
-    track: tuple[Literal["tensorboard", "wandb"], ...] = Field((), strict=False, description="also report there")
-    x_axis: Literal["updates", "examples", "supervised_tokens"] = Field("updates", description="of tracked values")
-    timeout: float = Field(300.0, gt=0, le=86400, description="seconds that any collective may take")
-    grace: float = Field(15.0, ge=0, le=86400, description="seconds that a signal lets the update under way go on")
+    dir: str = Field(default="runs/default", min_length=1, description="where the run is kept; --run-dir")
+    epochs: int = Field(default=2, gt=0, le=2**31, description="passes over the data")
+    updates: int | None = Field(default=None, gt=0, le=2**62, description="end after this many attempted updates")
+    purpose: Literal["preparation", "trial", "accepted"] = Field(default="trial", description="said in the sheet")
+    track: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+        default=(), strict=False, description="also report there"
+    )
+    x_axis: Literal["updates", "examples", "supervised_tokens"] = Field(
+        default="updates", description="of tracked values"
+    )
+    timeout: float = Field(default=300.0, gt=0, le=86400, description="seconds that any collective may take")
+    grace: float = Field(
+        default=15.0, ge=0, le=86400, description="seconds that a signal lets the update under way go on"
+    )
 
 
 class Quality(Section):
     """A rule that is fixed before the run and judged in the sheet."""
 
-    axis: Literal["updates", "examples", "supervised_tokens"] = Field("supervised_tokens", description="of the rule")
-    metric: Literal["validation_loss", "training_loss"] = Field("validation_loss", description="what is judged")
-    accept_if: str | None = Field(None, description='such as "< 2.0 at 2e6": by 2e6 on the axis, below 2.0')
+    axis: Literal["updates", "examples", "supervised_tokens"] = Field(
+        default="supervised_tokens", description="of the rule"
+    )
+    metric: Literal["validation_loss", "training_loss"] = Field(default="validation_loss", description="what is judged")
+    accept_if: str | None = Field(default=None, description='such as "< 2.0 at 2e6": by 2e6 on the axis, below 2.0')
 
     @model_validator(mode="after")
     def _check_rule(self) -> Quality:
@@ -262,7 +290,7 @@ def _read(path: str) -> dict[str, Any]:
         raise InputError.of("configuration", path, "a file that can be read", f"{error.strerror}") from None
     except UnicodeDecodeError as error:
         raise InputError.of(path, f"byte {error.start} that is not UTF-8", "a TOML file", "save it as UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also for a number of thousands of digits, which Python refuses
         raise InputError(f"{path}: got malformed TOML, expected key = value; mend it: {error}") from None
 
 
@@ -273,9 +301,12 @@ def _value_of(text: str, field: FieldInfo) -> Any:
     if text == "none":
         return None
     try:
-        return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
-        return [text] if "tuple" in str(field.annotation) else text
+        document = tomllib.loads(f"x = {text}")
+    except (ValueError, RecursionError):
+        document = {}
+    if document.keys() == {"x"}:
+        return document["x"]
+    return [text] if "tuple" in str(field.annotation) else text
 
 
 def _first_of(error: ValidationError) -> InputError:
@@ -283,19 +314,24 @@ def _first_of(error: ValidationError) -> InputError:
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"])) if first["loc"] else "configuration"
     cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, _Bad):
+    if isinstance(cause, _BadValueError):
         return InputError.of(f"{where}.{cause.key}", cause.got, cause.expected, cause.remedy)
     if first["type"] == "extra_forbidden":
         section, _, name = where.partition(".")
         known = [key.partition(".")[2] for key, _ in keys() if key.startswith(f"{section}.")] if name else []
         known = known or list(Config.model_fields)
         return InputError.of(
-            "configuration key", where, f"one of {', '.join(known)}", "mend or remove it; docs/config.md has them all"
+            "configuration key",
+            _quoted(where),
+            f"one of {', '.join(known)}",
+            "mend or remove it; docs/config.md has them all",
         )
-    names = {key for key, _ in keys()}
-    while where not in names and where.count(".") > 1:  # inside a union or a tuple
+    fields = dict(keys())
+    while where not in fields and where.count(".") > 1:  # inside a union or a tuple
         where = where.rpartition(".")[0]
-    expected = re.sub(r"^Input should be ", "", first["msg"])
+    expected = re.sub(r"^(Input|String) should (be|have) ", "", first["msg"])
+    if first["type"].endswith(("_type", "missing", "too_long", "_from_float")):
+        expected = expected_of(fields[where]) if where in fields else "a section with keys"
     return InputError.of(where, _quoted(first["input"]), expected, "mend the value; docs/config.md says what it means")
 
 
@@ -304,7 +340,7 @@ def _quoted(value: Any) -> Any:
     return value if len(text) <= 60 else f"{text[:60]}..."
 
 
-class _Bad(ValueError):
+class _BadValueError(InputError, ValueError):
     """A complaint of our own inside pydantic's validation."""
 
     def __init__(self, key: str, got: object, expected: str, remedy: str) -> None:
@@ -312,8 +348,8 @@ class _Bad(ValueError):
         super().__init__(f"{key}: got {got!r}, expected {expected}; {remedy}")
 
 
-def _bad(key: str, got: object, expected: str, remedy: str) -> _Bad:
-    return _Bad(key, got, expected, remedy)
+def _bad(key: str, got: object, expected: str, remedy: str) -> _BadValueError:
+    return _BadValueError(key, got, expected, remedy)
 
 
 def _one_of(values: Any, first: str, second: str, default: int) -> Any:
@@ -340,7 +376,7 @@ def expected_of(field: FieldInfo) -> str:
         if getattr(annotation, "__origin__", None) is Literal:
             return ", ".join(f'"{value}"' for value in arguments)
         if getattr(annotation, "__origin__", None) is tuple:
-            return f"list of {words(arguments[0])}"
+            return f"list of {words(arguments[0])}" if arguments[-1] is ... else f"{len(arguments)} numbers in a list"
         return " or ".join(words(argument) for argument in arguments if argument is not type(None))
 
     return words(field.annotation)
@@ -360,8 +396,8 @@ def reference() -> str:
         "<!-- Written by `python -m isostep.config`; a test compares. -->",
         "",
         "`isostep train RUN.toml` reads these keys; each is a flag too (`--section.key VALUE`), and flags win. A key",
-        "without a default may be left out. WHAT names the experiment: a run does not resume under another one. HOW may",
-        "change at every resume, without changing an update. RUN may change too, except `[quality]`, which is fixed.",
+        "without a default may be left out. WHAT names the experiment: a run does not resume under another one. HOW",
+        "may change at every resume and changes no update. RUN may change too, except `[quality]`, which is fixed.",
         "",
     ]
     kinds = dict.fromkeys(("update", "precision", "model", "data", "optimizer", "schedule"), "WHAT") | {"layout": "HOW"}

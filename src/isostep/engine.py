@@ -17,6 +17,7 @@ from .ledger import Counts
 from .loss_scale import LossScale
 from .memory import is_out_of_memory
 from .objective import Batch, Forward, Objective
+from .stopping import StopRequest
 from .units import Coverage
 
 BeforeFetch: TypeAlias = Callable[[int, tuple[int, ...]], None]
@@ -89,7 +90,7 @@ class Engine:
     overlap: bool = False
     seed: int = 0
     examples_that_fit: int | None = None
-    stop_requested: bool = False
+    stop: StopRequest = field(default_factory=StopRequest)
 
     def precision(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
@@ -115,6 +116,7 @@ class Attempt:
 
     sums: per microbatch S_t of every term, or None for a term that is empty in the whole group.
     last_loss: waits for its backward where reduction overlaps that.
+    abandoned: the grace of a stop request was over before all microbatches had run.
     """
 
     coverage: Coverage = field(default_factory=Coverage)
@@ -122,6 +124,7 @@ class Attempt:
     sums: list[list[Tensor | None]] = field(default_factory=list)
     last_loss: Tensor | None = None
     error: Exception | None = None
+    abandoned: bool = False
 
     @contextmanager
     def recording(self) -> Iterator[None]:

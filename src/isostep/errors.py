@@ -24,6 +24,10 @@ class CoverageError(IsostepError):
     """The examples that went into forward are not the group's. Raised before the optimizer runs."""
 
 
+class AbandonedError(IsostepError):
+    """A stop request left too little time for the update under way; every replica dropped it, and applied nothing."""
+
+
 class NonFiniteError(IsostepError):
     """A gradient is inf or NaN. Raised before the optimizer runs; the parameters are as before the update."""
 

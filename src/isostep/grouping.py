@@ -71,8 +71,10 @@ def hosted(num_lanes: int, replica: int, replicas: int) -> range:
 class Group:
     """All examples of one update, cut into microbatches.
 
-    `ids` are in the order of the epoch, positions `start` to `stop`. The microbatches depend on the data order and
-    the microbatch size alone, never on the number of replicas. Each microbatch is a lane of its own.
+    `ids` are those at positions `start` to `stop` of the epoch's order, microbatch after microbatch: in that order,
+    or, for a budget of tokens, the longest first, since examples of like length waste little on padding. The
+    microbatches depend on the data order and the microbatch size alone, never on the number of replicas. Each
+    microbatch is a lane of its own.
     """
 
     epoch: int
@@ -215,7 +217,9 @@ class GroupPlan:
         else:
             assert self.length_of is not None
             assert self.tokens_per_microbatch is not None
-            pieces = chunks_by_tokens(ids, [self.length_of(i) for i in ids], self.tokens_per_microbatch)
+            lengths = {i: self.length_of(i) for i in ids}
+            packed = sorted(ids, key=lambda i: -lengths[i])  # stable, so a function of the order alone
+            pieces = chunks_by_tokens(packed, [lengths[i] for i in packed], self.tokens_per_microbatch)
         return Group(cursor.epoch, cursor.index, cursor.position, cursor.position + len(ids), tuple(pieces))
 
     def _take(self, position: int, order: EpochOrder) -> list[int]:

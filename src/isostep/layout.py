@@ -26,24 +26,38 @@ class Layout:
         return -(-num_microbatches // self.replicas)
 
 
-def ladder(layout: Layout, plan: GroupPlan, context_length: int) -> str:
+def ladder(plan: GroupPlan, replicas: int, context_length: int) -> str:
     """The sizes from one example up to an epoch, a line each. Tokens are upper bounds, at full context length."""
-    size = plan.examples_per_update
-    assert size is not None
-    accumulate = layout.accumulate(size)
-    per_replica = min(size, accumulate * layout.examples_per_microbatch)
-    scopes = [
-        ("example", 1, f"context length {context_length}"),
-        ("microbatch", layout.examples_per_microbatch, f"m = {layout.examples_per_microbatch}"),
-        ("replica, per update", per_replica, f"A = {accumulate} microbatches, at most"),
-        ("update", size, f"D = {layout.replicas} replicas"),
+    rows: list[tuple[str, int | None, int | None, str]] = [
+        ("example", 1, context_length, f"context length {context_length}")
     ]
-    lines = [
-        f"{name:<20}{n:>9,} {'example ' if n == 1 else 'examples'}{n * context_length:>12,} tokens at most   {note}"
-        for name, n, note in scopes
-    ]
+    m, size = plan.examples_per_microbatch, plan.examples_per_update
+    if m is not None:
+        rows.append(("microbatch", m, m * context_length, f"m = {m}"))
+    else:
+        rows.append(("microbatch", None, plan.tokens_per_microbatch, "m by length, padding counted"))
+    if size is not None:
+        if m is not None:
+            accumulate = Layout(m, replicas).accumulate(size)
+            n = min(size, accumulate * m)
+            rows.append(("replica, per update", n, n * context_length, f"A = {accumulate} microbatches, at most"))
+        rows.append(("update", size, size * context_length, f"D = {replicas} replicas"))
+    else:
+        rows.append(("update", None, plan.tokens_per_update, f"D = {replicas} replicas"))
+    return "\n".join([*(_rung(*row) for row in rows), _epoch(plan)])
+
+
+def _rung(scope: str, examples: int | None, tokens: int | None, note: str) -> str:
+    amount = "by length" if examples is None else f"{examples:,} {'example ' if examples == 1 else 'examples'}"
+    return f"{scope:<20}{amount:>18}{tokens or 0:>14,} tokens at most   {note}"
+
+
+def _epoch(plan: GroupPlan) -> str:
+    size, updates = plan.examples_per_update, plan.updates_per_epoch
+    line = f"{'epoch':<20}{plan.num_examples:>9,} examples"
+    if size is None or updates is None:
+        return line
     rest = plan.num_examples % size
     last = f", the last of {rest} examples" if rest and plan.last_group == "keep" else ""
     left_out = f", {rest} examples dropped" if rest and plan.last_group == "drop" else ""
-    lines.append(f"{'epoch':<20}{plan.num_examples:>9,} examples = {plan.updates_per_epoch:,} updates{last}{left_out}")
-    return "\n".join(lines)
+    return f"{line} = {updates:,} updates{last}{left_out}"

@@ -1,262 +1,320 @@
-"""The recipe: the built-in decoder on the embedded functions, through `Updater`, into a run directory."""
+"""The recipe: from a configuration to a trained model in a run directory, through `Updater`."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 import platform
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from torch import nn
 
-from .data.groups import DataGroup, groups
-from .data.stdlib_functions import VOCAB_SIZE, StdlibFunctions
-from .distributed.comm import on_first_rank
-from .errors import InputError, IsostepError
-from .grouping import GroupPlan
-from .layout import Layout, ladder
+from . import __version__
+from .config import Config, hash_of
+from .data.groups import DataGroup
+from .data.text import load_split
+from .distributed.checkpoint import CheckpointWriter, load_tensors
+from .distributed.comm import everyone, first_ranks, on_first_rank
+from .errors import (
+    AbandonedError,
+    CoverageError,
+    InputError,
+    IsostepError,
+    NonFiniteError,
+    OutOfMemoryError,
+    PeerError,
+    PeerLostError,
+)
 from .ledger import (
+    CheckpointAnnounced,
+    Counts,
     Dropped,
     EndReason,
     Evaluated,
-    Ledger,
+    MemoryObserved,
     OutOfMemory,
+    Resumed,
     RunEnded,
     RunStarted,
-    UpdateDone,
-    fold,
     format_hash,
-    prove_coverage,
-    read,
-    standing_events,
 )
-from .models.decoder import Decoder, DecoderConfig
-from .objective import causal_lm
-from .updater import Updater
+from .recipe.build import Training, build, grouped
+from .recipe.reporter import Reporter
+from .recipe.run_dir import Opening, RunDirectory
+from .recipe.state import capture, restore
+from .recipe.watch import MemoryWatch
+from .result import UpdateResult
 
-
-@dataclass(frozen=True, kw_only=True)
-class What:
-    """What one update is. Its hash names the run: a run with another one is another experiment."""
-
-    objective: str = "causal-lm"
-    examples_per_update: int = 32
-    order_seed: int = 0
-    last_group: str = "keep"
-    content_hash: str = ""
-    context_length: int = 384
-    width: int = 128
-    depth: int = 4
-    heads: int = 4
-    initial_seed: int = 0
-    optimizer: str = "AdamW, betas 0.9 0.95, weight decay 0.1"
-    learning_rate: float = 3e-3
-    schedule: str = "linear warm-up over 10 updates, then cosine to 0"
-    clip_norm: float = 1.0
-    epochs: int = 1
-    precision: str = "float32"
-
-    @property
-    def hash(self) -> str:
-        """SHA-256 (hex) of the fields as JSON."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """One run. `evaluate_every` counts applied updates; `quiet` reports on stderr, for a document on stdout."""
-
-    what: What
-    examples_per_microbatch: int
-    overlap: bool
-    evaluate_every: int
-    run_dir: str
-    quiet: bool = False
-
-
-LEDGER = "ledger.jsonl"
 WEIGHTS = "weights.pt"
-WARM_UP_UPDATES = 10
+AVERAGE = "average.pt"
+SAME_SIGNAL = 2.0
+NOTHING_APPLIED = (CoverageError, NonFiniteError, PeerError, PeerLostError)
+"""Errors of an update after which this replica is as it was before it."""
 
 
-def check_run_dir(run_dir: Path, what_hash: str) -> bool:
-    """Whether this run is already complete. Raises InputError for a directory that holds an unfinished run, or
-    another one.
+def train_worker(config: Config, allow_changed_what: bool = False, quiet: bool = False) -> None:
+    """In every worker: a run to its end, from wherever its directory says that it is. Replica 0 records and reports.
+
+    quiet: report on stderr, for a document on stdout. Raises KeyboardInterrupt after a signal, when what was done is
+    saved; InputError, and whatever an update raises.
     """
-    path = run_dir / LEDGER
-    if not path.exists():
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError.of("run directory", str(run_dir), "one that can be made", f"{error.strerror}") from None
-        return False
-    events = read(path)
-    if events and isinstance(events[-1], RunEnded) and events[-1].reason == "complete":
-        held = next((event.what_hash for event in events if isinstance(event, RunStarted)), "none")
-        if held != what_hash:
-            raise InputError.of(
-                "run directory", f"{str(run_dir)!r} with a complete run of what {held[:12]}", f"what {what_hash[:12]}",
-                "that run had other settings or data: choose another --run-dir",
-            )  # fmt: skip
-        print(f"{run_dir} is complete; nothing to do", file=sys.stderr)
-        return True
-    raise InputError.of(
-        "run directory", str(run_dir), "an empty or a complete one",
-        "it holds an unfinished run, which is neither resumed nor overwritten: choose another --run-dir "
-        "(make train RUN_DIR=...) or remove it",
-    )  # fmt: skip
-
-
-def train_worker(options: Options) -> None:
-    """In every worker: the whole run, unless it is complete already. Replica 0 writes the ledger and reports.
-
-    Raises KeyboardInterrupt after a signal, when the update under way is done and recorded.
-    """
-    train = StdlibFunctions(options.what.context_length, split="train")
-    what = replace(options.what, content_hash=train.content_hash())
-    options = replace(options, what=what)
-    if on_first_rank(partial(check_run_dir, Path(options.run_dir), what.hash)):
+    train, validation = load_split(config.data, config.model.context_length)
+    contents = everyone(train.content_hash())
+    if len(set(contents)) > 1:
+        raise InputError.of("data", contents, "the same on every worker", "give every machine the same files")
+    what, how = config.what(contents[0]), config.how(len(contents))
+    directory = RunDirectory(config.run.dir)
+    opening = on_first_rank(partial(directory.open, config, what, how, allow_changed_what=allow_changed_what))
+    if opening.state == "complete":
+        if directory.held:
+            print(*opening.text(directory.path), sep="\n", file=sys.stderr)
         return
-    validation = StdlibFunctions(what.context_length, split="validation")
-    model = Decoder(
-        DecoderConfig(VOCAB_SIZE, what.context_length, width=what.width, depth=what.depth, heads=what.heads),
-        seed=what.initial_seed,
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=what.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
-    plan = groups(
-        train,
-        examples_per_update=what.examples_per_update,
-        examples_per_microbatch=options.examples_per_microbatch,
-        seed=what.order_seed,
-        epochs=what.epochs,
-        last_group="keep" if what.last_group == "keep" else "drop",
-    )
-    updater = Updater(
-        model,
-        optimizer,
-        causal_lm,
-        clip_norm=what.clip_norm,
-        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, _schedule(len(plan))),
-        overlap=options.overlap,
-        seed=what.order_seed,
-    )
-    run = _Run(options, updater, plan.plan, validation, len(plan), model.num_parameters())
-    with stop_on_signal(updater), run:
-        for group in plan:
-            if run.update(group):
-                break
-        else:
-            run.complete(plan.dropped)
-        if updater.replica == 0:
-            save(model, Path(options.run_dir, WEIGHTS))
-        run.finished = True
+    training = build(config, train, validation)
+    watch = MemoryWatch(training.device)
+    fit_microbatches(training, opening, how)
+    place(training, opening, directory, how)
+    run = Run(training, directory, opening, what, how, watch, quiet=quiet)
+    with stop_on_signal(training):
+        run.to_the_end()
     if run.reason == "stopped":
         raise KeyboardInterrupt
 
 
-def save(model: Decoder, path: Path) -> None:
-    """Write the weights so that the file is either the whole new one or not there."""
-    partial_path = path.with_suffix(".partial")
-    torch.save(model.state_dict(), partial_path)
-    partial_path.replace(path)
+def fit_microbatches(training: Training, opening: Opening, how: dict[str, Any]) -> None:
+    """Settle `examples_per_microbatch = "auto"`: as before under the same layout, else what fits with the longest."""
+    if training.config.layout.examples_per_microbatch != "auto":
+        return
+    if opening.manifest is not None and opening.manifest["how"] == how:
+        training.examples_per_microbatch = opening.manifest["examples_per_microbatch"]
+        return
+    size = training.config.update.examples_per_update or len(training.train)
+    at_most = -(-size // training.updater.replicas)
+    training.examples_per_microbatch = training.updater.largest_microbatch(training.train, at_most=at_most)
 
 
-def _schedule(num_updates: int) -> Any:
-    """Learning rate factor by applied updates: linear warm-up, then cosine to 0."""
+def place(training: Training, opening: Opening, directory: RunDirectory, how: dict[str, Any]) -> None:
+    """Bring the training to where its checkpoint is, if there is one."""
+    if opening.path is not None and opening.manifest is not None:
+        tensors = load_tensors(directory.path / opening.path, training.device)
+        state = opening.manifest["state"]
+        if opening.manifest["how"] != how:
+            state["progress"]["examples_that_fit"] = None
+        restore(training.modules, training.optimizers, training.updater, tensors, state)
+    training.groups = grouped(training.config, training.train, training.examples_per_microbatch, training.cursor)
 
-    def factor(update: int) -> float:
-        warm = min(1.0, (update + 1) / WARM_UP_UPDATES)
-        return warm * 0.5 * (1 + math.cos(math.pi * min(1.0, update / num_updates)))
 
-    return factor
-
-
-class _Run:
-    """Reports and records one run. Everything is recorded by replica 0 and evaluated by all."""
+class Run:
+    """One start of a run, on every replica; `reporter` and `writer` do something on replica 0 alone."""
 
     def __init__(
-        self, options: Options, updater: Updater, plan: GroupPlan, validation: StdlibFunctions, num_updates: int,
-        num_parameters: int,
+        self, training: Training, directory: RunDirectory, opening: Opening, what: dict[str, Any], how: dict[str, Any],
+        watch: MemoryWatch, *, quiet: bool,
     ) -> None:  # fmt: skip
-        self.options, self.updater, self.plan, self.validation = options, updater, plan, validation
-        self.num_updates, self.num_parameters = num_updates, num_parameters
-        self.lead = updater.replica == 0
-        self.ledger = Ledger(Path(options.run_dir, LEDGER)) if self.lead else None
+        self.training, self.directory, self.opening = training, directory, opening
+        self.what, self.how, self.watch = what, how, watch
+        self.updater, self.config = training.updater, training.config
         self.reason: EndReason = "failed"
-        self.finished = False
-        self.started = time.perf_counter()
+        self.saved_at = opening.from_update if opening.path else None
+        self.evaluated = set(opening.evaluated)
+        self.dropped = 0
+        self.evaluation_size: int = training.evaluation_size
+        group = first_ranks(1)
+        self.reporter = Reporter(training, directory, resumed=opening.state == "resume", quiet=quiet)
+        self.writer = None
+        if group is not None:
+            self.writer = CheckpointWriter(directory.path, self.config.checkpoint.keep, group, self.announce)
 
-    def __enter__(self) -> None:
-        what, options = self.options.what, self.options
-        layout = Layout(options.examples_per_microbatch, self.updater.replicas)
-        self.record(
-            RunStarted(
-                what_hash=what.hash,
-                what=asdict(what),
-                how={**asdict(layout), "overlap": options.overlap},
-                run={"evaluate_every": options.evaluate_every, "run_dir": options.run_dir},
-                versions={"python": platform.python_version(), "torch": torch.__version__},
-                num_examples=self.plan.num_examples,
-                seed=what.order_seed,
-                last_group=what.last_group,
-                examples_per_update=what.examples_per_update,
+    def to_the_end(self) -> None:
+        """All updates that are left, with validation and checkpoints. However it ends, the ledger says so."""
+        message = ""
+        with self.reporter:
+            try:
+                self.begin()
+                self.reason = self.loop()
+                self.end()
+            except BaseException as error:
+                self.reason, message = "failed", str(error)
+                with suppress(IsostepError):  # the first error is the one to tell
+                    if isinstance(error, NOTHING_APPLIED):
+                        self.save()
+                    self.finish_saving()
+                raise
+            finally:
+                self.reporter.record(RunEnded(reason=self.reason, message=message))
+
+    def begin(self) -> None:
+        """Record the start, or the resume with what it changed, and say what is going to happen."""
+        if self.writer is not None:
+            self.writer.clear(self.opening.announced)
+        if self.opening.state == "new":
+            self.reporter.record(self.started())
+        else:
+            override = self.opening.what_override
+            changes = self.opening.changes
+            self.reporter.record(
+                Resumed(from_update=self.opening.from_update, what_override=override, how=self.how, changes=changes)
             )
-        )
-        self.say(f"decoder of {self.num_parameters:,} parameters; what {what.hash[:12]}")
-        self.say(ladder(layout, self.plan, what.context_length))
-        self.evaluate()
-        self.started = time.perf_counter()
+        for line in [*self.opening.text(self.directory.path), *self.training.announcement(hash_of(self.what))]:
+            self.reporter.say(line)
+        every, applied = self.config.validation.every, self.updater.totals.applied
+        if applied == 0 or (every and applied % every == 0):
+            self.evaluate()
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if not self.finished:
-            self.reason = "failed"
-        self.record(RunEnded(reason=self.reason, message="" if error is None else str(error)))
-        if self.ledger is not None:
-            self.ledger.close()
+    def started(self) -> RunStarted:
+        config, plan = self.config, self.training.groups.plan
+        return RunStarted(
+            what_hash=hash_of(self.what),
+            what=self.what,
+            how=self.how,
+            run={**config.about_run(), "facts": self.training.facts()},
+            versions={
+                "isostep": __version__,
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "numpy": np.__version__,
+            },
+            num_examples=plan.num_examples,
+            seed=plan.seed,
+            last_group=plan.last_group,
+            examples_per_update=plan.examples_per_update,
+        )
+
+    def loop(self) -> EndReason:
+        """Update upon update, until there is none left or somebody asks to stop."""
+        limit = self.config.run.updates
+        groups = iter(self.training.groups)
+        while limit is None or self.updater.totals.attempted < limit:
+            group = next(groups, None)
+            self.record_dropped()
+            if group is None:
+                break
+            try:
+                stopping = self.update(group)
+            except AbandonedError as error:
+                self.reporter.say(str(error))
+                stopping = True
+            if stopping:
+                return "stopped"
+            if self.writer is not None:
+                self.writer.poll()
+        return "complete"
 
     def update(self, group: DataGroup) -> bool:
-        """One update, recorded. Returns whether the run is to stop after it."""
+        """One update and what is due after it. Returns whether the run is to stop."""
+        rate = self.training.set_learning_rate()
+        self.watch.begin_group()
         begin = time.perf_counter()
         result = self.updater.update(group)
-        totals = self.updater.totals
-        if result.halvings:
-            self.record(
-                OutOfMemory(
-                    attempted=totals.attempted,
-                    examples_per_microbatch_before=group.largest_microbatch,
-                    examples_per_microbatch_after=result.examples_per_microbatch,
-                )
-            )
-        self.record(result.event(totals.attempted, time.perf_counter() - begin))
+        seconds = time.perf_counter() - begin
+        memory = self.watch.end_group()
+        if self.training.average is not None and result.status == "applied":
+            self.training.average.update_parameters(self.training.model)
+        self.record_update(group, result, seconds)
+        self.reporter.show_update(result, rate, seconds, memory)
         if result.stop_requested:
-            self.reason = "stopped"
             return True
-        if totals.attempted % 5 == 0 or totals.attempted == self.num_updates:
-            rate = totals.counts.total_tokens / (elapsed := time.perf_counter() - self.started)
-            seconds_left = elapsed / totals.attempted * (self.num_updates - totals.attempted)
-            self.say(
-                f"update {totals.attempted:>4}/{self.num_updates}  loss {_number(result.loss)}  "
-                f"norm {_number(result.grad_norm)}  {totals.counts.supervised_tokens:>9,} supervised tokens  "
-                f"{rate:,.0f} tokens/s  {seconds_left:.0f} s left"
-            )
-        left = self.num_updates - totals.attempted
-        if totals.applied % self.options.evaluate_every == 0 and left > self.options.evaluate_every // 2:
+        attempted, applied = self.updater.totals.attempted, self.updater.totals.applied
+        if self.watch.later_groups is None:
+            self.record_memory()
+        if self.config.checkpoint.every and attempted % self.config.checkpoint.every == 0:
+            self.save()
+        every = self.config.validation.every
+        if every and result.status == "applied" and applied % every == 0:
             self.evaluate()
         return False
 
-    def complete(self, dropped: list[Any]) -> None:
-        for group in dropped:
-            self.record(
+    def end(self) -> None:
+        """The last validation and the last checkpoint, on disk when this returns; and the weights by themselves."""
+        if self.reason == "complete":
+            self.evaluate()
+        self.record_memory()
+        if self.saved_at != self.updater.totals.attempted:
+            self.save()
+        self.finish_saving()
+        if self.reporter.lead:
+            write_weights(self.training.model, self.directory.path / WEIGHTS)
+            if self.training.average is not None:
+                write_weights(self.training.average.module, self.directory.path / AVERAGE)
+
+    def evaluate(self) -> None:
+        """The objective over the validation data, once after the same number of applied updates.
+
+        Memory that runs out makes its microbatches smaller, and nothing else.
+        """
+        applied = self.updater.totals.applied
+        if applied in self.evaluated:
+            return
+        self.evaluated.add(applied)
+        training, before = self.training, self.evaluation_size
+        try:
+            result = self.updater.evaluate(training.validation, examples_per_microbatch=before, model=training.judged)
+        except OutOfMemoryError as error:
+            self.reporter.say(f"validation left out, training goes on: {error}")
+            self.record_out_of_memory("evaluation", before, 1)
+            self.evaluation_size = 1
+            self.reporter.record(Evaluated(after_applied=applied, loss=None, terms={}, counters=Counts()))
+            return
+        if result.halvings and result.examples_per_microbatch is not None:
+            self.evaluation_size = result.examples_per_microbatch
+            self.record_out_of_memory("evaluation", before, self.evaluation_size)
+        self.reporter.record(
+            Evaluated(after_applied=applied, loss=result.loss, terms=result.terms, counters=result.counts)
+        )
+        self.reporter.show_evaluation(result)
+
+    def save(self) -> None:
+        """Start a checkpoint of everything up to the last update."""
+        if self.writer is None:
+            return
+        training, attempted = self.training, self.updater.totals.attempted
+        tensors, state = capture(training.modules, training.optimizers, self.updater)
+        manifest = {
+            "schema": 1,
+            "isostep": __version__,
+            "what_hash": hash_of(self.what),
+            "after_attempted": attempted,
+            "how": self.how,
+            "examples_per_microbatch": training.examples_per_microbatch,
+            "state": state,
+        }
+        self.saved_at = attempted
+        self.writer.start(tensors, manifest, attempted)
+
+    def finish_saving(self) -> None:
+        if self.writer is not None:
+            self.writer.finish()
+
+    def announce(self, after_attempted: int, path: str) -> None:
+        self.reporter.record(CheckpointAnnounced(after_attempted=after_attempted, path=path))
+        self.reporter.say(f"checkpoint after update {after_attempted} is on disk: {self.directory.path / path}")
+
+    def record_update(self, group: DataGroup, result: UpdateResult, seconds: float) -> None:
+        if result.halvings:
+            self.record_out_of_memory("update", group.largest_microbatch, result.examples_per_microbatch)
+        self.reporter.record(result.event(self.updater.totals.attempted, seconds))
+
+    def record_out_of_memory(self, during: Literal["update", "evaluation"], before: int, after: int) -> None:
+        self.reporter.say(f"out of memory with {before} examples per microbatch in {during}: going on with {after}")
+        self.reporter.record(
+            OutOfMemory(
+                attempted=self.updater.totals.attempted,
+                during=during,
+                examples_per_microbatch_before=before,
+                examples_per_microbatch_after=after,
+            )
+        )
+
+    def record_dropped(self) -> None:
+        """Record the partial groups that were left out on the way to the next group."""
+        for group in self.training.groups.dropped[self.dropped :]:
+            self.reporter.record(
                 Dropped(
                     epoch=group.epoch,
                     start=group.start,
@@ -265,100 +323,53 @@ class _Run:
                     ids_hash=format_hash(group.coverage),
                 )
             )
-        self.evaluate()
-        self.reason = "complete"
+        self.dropped = len(self.training.groups.dropped)
 
-    def evaluate(self) -> None:
-        result = self.updater.evaluate(self.validation, examples_per_microbatch=self.options.examples_per_microbatch)
-        self.record(
-            Evaluated(
-                after_applied=self.updater.totals.applied,
-                loss=result.loss,
-                terms=result.terms,
-                counters=result.counts,
-            )
-        )
-        self.say(
-            f"validation loss {_number(result.loss)} nats per byte, over all {result.counts.supervised_tokens:,} "
-            f"supervised tokens of {result.counts.examples} examples"
-        )
+    def record_memory(self) -> None:
+        """Record the peaks of every replica; all of them call this."""
+        watch = self.watch
+        if watch.first_group is None:
+            return
+        peaks = everyone((str(self.training.device), watch.baseline, watch.first_group, watch.later_groups))
+        devices, baseline, first, later = map(list, zip(*peaks, strict=True))
+        self.reporter.record(MemoryObserved(devices=devices, baseline=baseline, first_group=first, later_groups=later))
 
-    def record(self, event: Any) -> None:
-        if self.ledger is not None:
-            self.ledger.append(event)
 
-    def say(self, text: str) -> None:
-        if self.lead:
-            print(text, file=sys.stderr if self.options.quiet else sys.stdout, flush=True)
+def write_weights(module: nn.Module, path: Path) -> None:
+    """Write the weights so that the file is either the whole new one or not there. Raises IsostepError."""
+    partial_path = path.with_suffix(".partial")
+    try:
+        torch.save(module.state_dict(), partial_path)
+        partial_path.replace(path)
+    except (OSError, RuntimeError) as error:  # the latter is what torch makes of a full disk
+        with suppress(OSError):
+            partial_path.unlink()
+        reason = str(error).strip().partition("\n")[0]
+        raise IsostepError(
+            f"{path}: got {reason}, expected room and access for it; mend that and give the same command"
+        ) from error
 
 
 @contextmanager
-def stop_on_signal(updater: Updater) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the run after the update that is under way."""
-    previous = {
-        number: signal.signal(number, lambda *_: updater.request_stop()) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+def stop_on_signal(training: Training) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the run after the update under way, or without it where that takes longer than the grace.
+
+    A second signal does not wait for it. What arrives within `SAME_SIGNAL` seconds is one signal: a terminal sends it
+    to every process, and the launcher passes its own on.
+    """
+    first: list[float] = []
+
+    def handler(*_: object) -> None:
+        now = time.monotonic()
+        if not first:
+            first.append(now)
+            training.updater.request_stop(grace=training.config.run.grace)
+        elif now - first[0] > SAME_SIGNAL:
+            training.updater.request_stop(grace=0.0)
+
+    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def summary(run_dir: Path) -> dict[str, Any]:
-    """What the ledger of a run says, as a document; `coverage` is proved anew. Reads the ledger and nothing else."""
-    events = read(run_dir / LEDGER)
-    start = next((event for event in events if isinstance(event, RunStarted)), None)
-    if start is None:
-        raise IsostepError(f"ledger of {run_dir}: got no start of a run, expected one; the run died before it began")
-    plan = GroupPlan(
-        num_examples=start.num_examples,
-        examples_per_update=start.examples_per_update,
-        examples_per_microbatch=1,
-        seed=start.seed,
-    )
-    proof = prove_coverage(events, plan.ids_of)
-    totals = fold(events)
-    return {
-        "schema": 1,
-        "run_dir": str(run_dir),
-        "what_hash": start.what_hash,
-        "updates": {name: getattr(totals, name) for name in ("attempted", "applied", "skipped", "empty")},
-        "counters": asdict(totals.counters),
-        "loss": [e.loss for e in standing_events(events) if isinstance(e, UpdateDone) and e.loss is not None],
-        "validation": [{"after_applied": e.after_applied, "loss": e.loss} for e in totals.evaluations],
-        "coverage": {"proved": proof.ok, "text": proof.text().splitlines(), "faults": list(proof.faults)},
-    }
-
-
-def summary_text(document: dict[str, Any]) -> str:
-    """A summary for people."""
-    updates, counts = document["updates"], document["counters"]
-    losses = [_number(evaluation["loss"]) for evaluation in document["validation"]]
-    lines = [
-        f"updates: {', '.join(f'{number} {name}' for name, number in updates.items())}",
-        f"examples: {counts['examples']:,} in {counts['microbatches']:,} microbatches",
-        f"tokens: {counts['supervised_tokens']:,} supervised, {counts['total_tokens']:,} in all, "
-        f"of which {counts['padding_tokens']:,} padding",
-        f"loss of each update: {sparkline(document['loss'])}",
-        f"validation loss: {' -> '.join(losses)}",
-        "coverage, proved from the ledger's seed and positions:",
-        *document["coverage"]["text"],
-    ]
-    return "\n".join(lines)
-
-
-def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """A curve in one line of text: means of consecutive values, the lowest bar for the lowest mean."""
-    if not values:
-        return "-"
-    width = min(width, len(values))
-    cuts = [i * len(values) // width for i in range(width + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
-    low, high = min(means), max(means)
-    bars = "▁▂▃▄▅▆▇█"
-    return "".join(bars[round((m - low) / (high - low or 1.0) * (len(bars) - 1))] for m in means)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+        for number, before in previous.items():
+            signal.signal(number, before)

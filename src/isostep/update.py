@@ -11,40 +11,45 @@ Nothing here knows process groups (see `comm.Comm`) or logs: an update returns w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NoReturn
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from .comm import Comm, Pending, leaving
+from .comm import Pending, leaving
+from .counting import counted_from, total_counts
 from .engine import Attempt, Counted, Engine, Microbatch, Verdict, Work
-from .errors import CoverageError, InputError, NonFiniteError, OutOfMemoryError, PeerError
-from .ledger import Counts, format_hash
-from .memory import is_out_of_memory
+from .errors import AbandonedError, InputError, OutOfMemoryError
+from .memory import half, is_out_of_memory
 from .objective import Batch, Objective, Outputs, to_device
 from .randomness import FORWARD, LOADING, microbatch_key, preserved, seed_generators
 from .result import Status, UpdateResult
 from .units import Coverage, all_equal, derive_key, marks
+from .verdicts import abandoned, check_coverage, raise_non_finite, raise_shared
 
 
 def run(engine: Engine, group: Work) -> UpdateResult:
     """One attempted update: applied by every replica or by none.
 
-    Raises CoverageError, NonFiniteError, OutOfMemoryError or PeerError, and whatever model, objective or data raise;
-    up to and including the vote, an error leaves parameters and optimizers untouched on every replica.
+    Raises AbandonedError, CoverageError, NonFiniteError, OutOfMemoryError or PeerError, and whatever model, objective
+    or data raise; up to and including the vote, an error leaves parameters and optimizers untouched on every replica.
     """
     if engine.examples_that_fit is not None and group.divisible:
         group = group.limited(engine.examples_that_fit)
     halvings = 0
     with preserved(engine.device), leaving(engine.comm):
-        while (result := attempted(engine, group, halvings)) is None:
-            group = halved(engine, group)
-            halvings += 1
-    engine.stop_requested = engine.stop_requested and not result.stop_requested
+        try:
+            while (result := attempted(engine, group, halvings)) is None:
+                group = halved(engine, group)
+                halvings += 1
+        except AbandonedError:
+            engine.stop.answer()
+            raise
+    if result.stop_requested:
+        engine.stop.answer()
     return result
 
 
@@ -101,11 +106,12 @@ class Counting:
     def result(self) -> Counted:
         """The group's counts; waits for every replica, and takes replica 0's loss scale for all.
 
-        Raises on all replicas if loading or counting failed on one, or if they are not at the same group.
+        Raises on all replicas if loading or counting failed or was cut short on one, or if they are not at the same
+        group.
         """
         if self._counted is None:
             engine = self._engine
-            (failed, more, mark, mark_squared, scale, applied_in_a_row, *values), _ = self._pending.wait()
+            (failed, cut_short, more, mark, mark_squared, scale, in_a_row, *values), _ = self._pending.wait()
             self._group.settle(more=more > 0)
             if failed:
                 raise_shared(engine.comm, self._error, "count phase of the update")
@@ -114,9 +120,11 @@ class Counting:
                     "replicas", "different groups or different trainable parameters", "the same on all",
                     "give every replica the same data, seed, sizes and frozen parameters",
                 )  # fmt: skip
+            if cut_short:
+                raise abandoned(self._group)
             if engine.loss_scale is not None:
                 engine.loss_scale.scale = scale
-                engine.loss_scale.applied_in_a_row = int(applied_in_a_row)
+                engine.loss_scale.applied_in_a_row = int(in_a_row)
             self._counted = counted_from(engine, values)
         return self._counted
 
@@ -129,6 +137,8 @@ def count(engine: Engine, group: Work) -> tuple[list[Microbatch], Counting]:
     error = None
 
     def before_fetch(index: int, ids: tuple[int, ...]) -> None:
+        if engine.stop.overdue:
+            raise abandoned(group)
         seed_microbatch(engine, group, Coverage.of(ids), index, purpose=LOADING)
 
     try:
@@ -141,10 +151,12 @@ def count(engine: Engine, group: Work) -> tuple[list[Microbatch], Counting]:
         engine.loss_scale.refresh()
         scale = [engine.loss_scale.scale, engine.loss_scale.applied_in_a_row]
     examples = sum(microbatch.examples for microbatch in microbatches)
-    values = [error is not None, group.more, *marks(common_to_all(engine, group)), *scale]
+    cut_short = isinstance(error, AbandonedError)
+    flags = [error is not None and not cut_short, cut_short, group.more]
+    values = [*flags, *marks(common_to_all(engine, group)), *scale]
     pending = comm.sum("count", [*values, len(microbatches), examples, *totals])
     none = not any(totals[: len(engine.objective.terms)])
-    return microbatches, Counting(engine, group, pending, error, none=none)
+    return microbatches, Counting(engine, group, pending, None if cut_short else error, none=none)
 
 
 def common_to_all(engine: Engine, group: Work) -> int:
@@ -154,55 +166,14 @@ def common_to_all(engine: Engine, group: Work) -> int:
     return derive_key(coverage.hash, coverage.count, trainable)
 
 
-def total_counts(objective: Objective, microbatches: Sequence[Microbatch]) -> list[float]:
-    """N_t of every term, then supervised, total and padding tokens, summed over this replica's microbatches.
-
-    Integers are exact up to 2**53. One synchronisation if counts are on a device, none if batches are on the host.
-    """
-    totals = [0.0] * (len(objective.terms) + 3)
-    on_device: dict[int, list[Tensor]] = {}
-    for microbatch in microbatches:
-        for i, value in enumerate(objective.counts(microbatch.batch)):
-            if isinstance(value, Tensor) and value.device.type != "cpu":
-                on_device.setdefault(i, []).append(value.to(torch.float64))
-            else:
-                totals[i] += float(value)
-    if on_device:
-        sums = torch.stack([torch.stack(values).sum() for values in on_device.values()]).tolist()
-        for i, value in zip(on_device, sums, strict=True):
-            totals[i] += value
-    for name, total in zip(objective.names, totals, strict=False):
-        if not (math.isfinite(total) and total >= 0):
-            raise InputError.of(f"count of {name}", total, "a finite number of 0 or more", "mend its count_fn")
-    return totals
-
-
-def counted_from(engine: Engine, values: Sequence[float]) -> Counted:
-    """Denominators and counters from sums over all replicas: microbatches, examples, and `total_counts`."""
-    num_microbatches, examples, *totals = values
-    terms = engine.objective.terms
-    supervised, total, padding = totals[len(terms) :]
-    return Counted(
-        denominators={term.name: n for term, n in zip(terms, totals, strict=False)},
-        factors=tuple(term.coefficient / n if n else None for term, n in zip(terms, totals, strict=False)),
-        counts=Counts(
-            microbatches=int(num_microbatches),
-            examples=int(examples),
-            supervised_tokens=int(supervised),
-            total_tokens=int(total),
-            padding_tokens=int(padding),
-        ),
-        loss_scale=None if engine.loss_scale is None else engine.loss_scale.scale,
-    )
-
-
 # --------------------------------------------------------------------------------------------- phase 2: local
 
 
 def local(engine: Engine, group: Work, microbatches: list[Microbatch], counting: Counting) -> Attempt:
     """Run this replica's microbatches in order; gradients of weighted sums add up. No replica collective inside.
 
-    Empties `microbatches` as it goes. Where reduction overlaps, the last backward is left to phase 4.
+    Empties `microbatches` as it goes. Where reduction overlaps, the last backward is left to phase 4. Stops before
+    the next microbatch, and after the wait of phase 1, where the grace of a stop request is over.
     """
     attempt = Attempt()
     index = 0
@@ -210,12 +181,16 @@ def local(engine: Engine, group: Work, microbatches: list[Microbatch], counting:
         attempt.coverage = sum((m.coverage for m in microbatches), attempt.coverage)
         return attempt
     while microbatches:
+        attempt.abandoned = engine.stop.overdue
+        if attempt.abandoned:
+            break
         microbatch = microbatches.pop(0)
         with attempt.recording():
             batch = to_device(microbatch.batch, engine.device)
             outputs = forward(engine, group, attempt, microbatch, batch, index)
         counted = counting.result()
-        if attempt.error is not None:
+        attempt.abandoned = index == 0 and engine.stop.overdue  # that may have been a long wait for others
+        if attempt.error is not None or attempt.abandoned:
             break
         with attempt.recording():
             loss = weighted_loss(engine.objective, counted, outputs, batch, attempt)
@@ -281,7 +256,8 @@ def backward(loss: Tensor | None) -> None:
 def vote(engine: Engine, group: Work, attempt: Attempt, counted: Counted) -> Verdict:
     """One small all-reduce: status, coverage, which parameters have gradients, and the loss sums.
 
-    Raises on every replica if one failed, or if the ids that went into forward are not the group's.
+    Raises on every replica if one failed or is to abandon the group, or if the ids that went into forward are not
+    the group's.
     """
     error = attempt.error
     out_of_memory = error is not None and is_out_of_memory(error)
@@ -289,16 +265,19 @@ def vote(engine: Engine, group: Work, attempt: Attempt, counted: Counted) -> Ver
     host = [
         out_of_memory,
         error is not None and not out_of_memory,
-        engine.stop_requested,
+        engine.stop.requested,
+        attempt.abandoned,
         seen.hash >> 32,
         seen.hash & 0xFFFFFFFF,
         seen.count,
         *engine.gradients.present(),
     ]
     sums = term_sums(attempt, len(engine.objective.terms), engine.device)
-    (oom, failed, stop, high, low, num_seen, *present), sums = engine.comm.sum("vote", host, sums).wait()
+    (oom, failed, stop, abandon, high, low, num_seen, *present), sums = engine.comm.sum("vote", host, sums).wait()
     if failed:
         raise_shared(engine.comm, None if out_of_memory else error, "local phase of the update")
+    if abandon:
+        raise abandoned(group)
     total = Coverage((int(high) << 32) + int(low) & (1 << 64) - 1, int(num_seen))
     if not oom:
         check_coverage(group, total)
@@ -315,40 +294,10 @@ def term_sums(attempt: Attempt, num_terms: int, device: torch.device) -> Tensor:
     return sums
 
 
-def check_coverage(group: Work, seen: Coverage) -> None:
-    """Raise CoverageError unless the examples that went into forward are the group's, each once."""
-    if group.coverage is not None and seen != group.coverage:
-        raise CoverageError(
-            f"coverage of epoch {group.epoch}, group {group.index}: got {seen.count} examples with hash "
-            f"{format_hash(seen)} in forward, expected {group.coverage.count} with hash {format_hash(group.coverage)}; "
-            "a loader lost, repeated or swapped examples: check what it returns for the ids it is given"
-        )
-
-
 def halved(engine: Engine, group: Work) -> Work:
     """The group in microbatches of half the size, remembered for later groups. Same objective, more accumulation."""
-    size = group.largest_microbatch
-    if not group.divisible:
-        raise OutOfMemoryError(
-            "memory: got out of memory in a ready microbatch, expected room for it; "
-            "bring smaller batches, or use `groups` over a map-style data set, which can cut them"
-        )
-    if size <= 1:
-        raise OutOfMemoryError(
-            "memory: got out of memory with 1 example per microbatch, expected room for one; "
-            "use shorter examples, a smaller model, lower precision or activation checkpointing"
-        )
-    engine.examples_that_fit = -(-size // 2)
+    engine.examples_that_fit = half(group.largest_microbatch if group.divisible else None)
     return group.limited(engine.examples_that_fit)
-
-
-def raise_shared(comm: Comm, error: Exception | None, phase: str) -> NoReturn:
-    """Raise on every replica what failed on one: the error itself there, a PeerError that quotes it elsewhere."""
-    reports = comm.gather(None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    replica, report = next((i, report) for i, report in enumerate(reports) if report is not None)
-    raise PeerError(f"replica {replica} failed in the {phase}, of which nothing was applied: {report}")
 
 
 # -------------------------------------------------------------------------------------------- phase 4: reduce
@@ -368,12 +317,14 @@ def final(engine: Engine) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        engine.comm.end()
         if is_out_of_memory(error):
-            raise OutOfMemoryError(
+            ending = OutOfMemoryError(
                 f"memory: got out of memory after the vote ({error}), expected room for gradients and optimizer "
                 "state; resume from the last checkpoint with fewer examples per microbatch"
-            ) from error
+            )
+            engine.comm.end(str(ending))
+            raise ending from error
+        engine.comm.end(f"{type(error).__name__}: {error}")
         raise
 
 
@@ -415,19 +366,3 @@ def apply(engine: Engine, group: Work, attempt: Attempt, counted: Counted) -> tu
 def clip_factor(norm: float, clip_norm: float | None) -> float:
     """min(1, clip_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ has it; 1 without clipping."""
     return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
-
-
-def raise_non_finite(engine: Engine, group: Work, attempt: Attempt, norm: float) -> NoReturn:
-    """Raise NonFiniteError on every replica, naming the microbatches whose loss was not finite."""
-    finite = [all(s is None or bool(s.isfinite()) for s in sums) for sums in attempt.sums]
-    reports = [pair for pairs in engine.comm.gather(list(zip(attempt.ids, finite, strict=True))) for pair in pairs]
-    if all(ok for _, ok in reports):
-        ids = sorted(i for ids, _ in reports for i in ids or ())
-        where = f"every loss was finite; example ids of the group: {ids or 'unknown'}"
-    else:
-        suspects = ["ids unknown" if ids is None else list(ids) for ids, ok in reports if not ok]
-        where = f"microbatches with such a loss, by example ids: {suspects}"
-    raise NonFiniteError(
-        f"gradient norm of epoch {group.epoch}, group {group.index}: got {norm}, expected finite gradients; "
-        f"{where}; nothing was applied: mend or leave out the data, or lower the learning rate"
-    )

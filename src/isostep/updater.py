@@ -6,6 +6,7 @@ import inspect as python_inspect
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from .distributed.comm import connect
 from .engine import Engine, Microbatch, Work
 from .errors import InputError
 from .evaluate import EvaluationResult, evaluate
+from .fitting import largest_microbatch
 from .gradients import GradientSums
 from .grouping import Cursor, hosted
 from .inspection import inspect
@@ -35,13 +37,24 @@ _AUTOCAST = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float
 
 @dataclass
 class Totals:
-    """What was counted since the start of training. attempted = applied + skipped + empty."""
+    """What was counted since the start of training. attempted = applied + skipped + empty.
+
+    counts: over all attempted updates. applied_counts: over the applied ones.
+    """
 
     attempted: int = 0
     applied: int = 0
     skipped: int = 0
     empty: int = 0
     counts: Counts = field(default_factory=Counts)
+    applied_counts: Counts = field(default_factory=Counts)
+
+    def add(self, result: UpdateResult) -> None:
+        self.attempted += 1
+        setattr(self, result.status, getattr(self, result.status) + 1)
+        self.counts += result.counts
+        if result.status == "applied":
+            self.applied_counts += result.counts
 
 
 class Updater:
@@ -145,8 +158,9 @@ class Updater:
     def update(self, group: DataGroup | ReadyGroup | Sequence[Batch]) -> UpdateResult:
         """One attempted update over a group, or over this replica's ready microbatches given as a list.
 
-        Applied by every replica or by none. Raises CoverageError, NonFiniteError, OutOfMemoryError or PeerError
-        before anything is applied, and what model, objective or data raise.
+        Applied by every replica or by none. Raises AbandonedError (see `request_stop`), CoverageError,
+        NonFiniteError, OutOfMemoryError or PeerError before anything is applied, and what model, objective or data
+        raise.
         """
         if sum(len(g["params"]) for o in self._engine.optimizers for g in o.param_groups) != self._num_optimized:
             raise InputError.of(
@@ -155,37 +169,70 @@ class Updater:
             )  # fmt: skip
         work: Work = group if isinstance(group, (DataGroup, ReadyGroup)) else self._ready(group)
         result = run(self._engine, work)
-        totals = self.totals
-        totals.attempted += 1
-        setattr(totals, result.status, getattr(totals, result.status) + 1)
-        totals.counts += result.counts
+        self.totals.add(result)
         self.cursor = group.after if isinstance(group, DataGroup) else None
         return result
 
     def evaluate(
-        self, data: Any, *, examples_per_microbatch: int = 1, collate: Collate = pad_batch
+        self,
+        data: Any,
+        *,
+        examples_per_microbatch: int = 1,
+        collate: Collate = pad_batch,
+        model: nn.Module | None = None,
     ) -> EvaluationResult:
         """The objective over all of `data`: sums over global counts, so independent of how it is split.
 
         data: a map-style data set (a list too: of examples), the same on every replica, among which it is shared
         out; or an iterable without [i], such as a DataLoader, of ready microbatches, each replica's own share.
+        model: evaluated instead of the trained one, on the same device; it is called the same way, as an average of
+        the weights is.
+
+        Where memory runs out on some replica, all begin again with half of the examples per microbatch, whatever
+        training runs with; with 1, and with ready microbatches, OutOfMemoryError is raised on every replica.
         """
         if examples_per_microbatch < 1:
             raise InputError.of("examples_per_microbatch", examples_per_microbatch, "1 or more", "give a size")
         if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-            shared = self._shared_out(data, examples_per_microbatch, collate)
-            return evaluate(self._engine, shared, size=len(data))
-        return evaluate(self._engine, _ready_microbatches(data))
+            size = max(1, min(examples_per_microbatch, len(data)))
+            share = partial(self._shared_out, data, collate)
+            return evaluate(self._engine, share, examples_per_microbatch=size, size=len(data), model=model)
+        share = partial(_ready_microbatches, data)
+        return evaluate(self._engine, share, examples_per_microbatch=None, size=0, model=model)
 
-    def request_stop(self) -> None:
+    def largest_microbatch(
+        self,
+        data: Any,
+        *,
+        at_most: int,
+        lengths: Sequence[int] | None = None,
+        collate: Collate = pad_batch,
+        fraction: float = 0.8,
+    ) -> int:
+        """The largest microbatch, in examples, that this model trains in on every replica; found by trying.
+
+        See `fitting.largest_microbatch`. Afterwards everything is as if it had not been called.
+        """
+        return largest_microbatch(
+            self._engine, data, at_most=at_most, lengths=lengths, collate=collate, fraction=fraction
+        )
+
+    def request_stop(self, grace: float | None = None) -> None:
         """Ask all replicas to stop: the `stop_requested` of the next result is true on every one of them.
+
+        grace: seconds from now. Where this replica has microbatches left to run when they are over, it runs no more,
+        and `update` raises AbandonedError on every replica; a later call may shorten this, not extend it. The others
+        still finish their microbatches, unless they are asked as well.
 
         Safe to call in a signal handler.
         """
-        self._engine.stop_requested = True
+        self._engine.stop.ask(grace)
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizers, schedulers, loss scale, totals and cursor; the model's own state is the caller's to save."""
+        """Optimizers, schedulers, loss scale, totals, cursor, and the microbatch that memory was found to hold.
+
+        The model's own state is the caller's to save.
+        """
         engine = self._engine
         return {
             "optimizers": [optimizer.state_dict() for optimizer in engine.optimizers],
@@ -193,6 +240,7 @@ class Updater:
             "loss_scale": None if engine.loss_scale is None else engine.loss_scale.state_dict(),
             "totals": asdict(self.totals),
             "cursor": None if self.cursor is None else asdict(self.cursor),
+            "examples_that_fit": engine.examples_that_fit,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -207,8 +255,10 @@ class Updater:
             scheduler.load_state_dict(saved)
         if engine.loss_scale is not None and state["loss_scale"] is not None:
             engine.loss_scale.load_state_dict(state["loss_scale"])
-        self.totals = Totals(**{**state["totals"], "counts": Counts(**state["totals"]["counts"])})
+        counts = {name: Counts(**state["totals"][name]) for name in ("counts", "applied_counts")}
+        self.totals = Totals(**{**state["totals"], **counts})
         self.cursor = None if state["cursor"] is None else Cursor(**state["cursor"])
+        engine.examples_that_fit = state["examples_that_fit"]
 
     def _ready(self, batches: Sequence[Batch]) -> ReadyGroup:
         if not isinstance(batches, (list, tuple)):
@@ -218,14 +268,14 @@ class Updater:
             )  # fmt: skip
         return ReadyGroup(batches, index=self.totals.attempted)
 
-    def _shared_out(self, data: Any, examples_per_microbatch: int, collate: Collate) -> Iterator[Microbatch]:
+    def _shared_out(self, data: Any, collate: Collate, examples_per_microbatch: int) -> Iterator[Microbatch]:
         pieces = range(0, len(data), examples_per_microbatch)
         for piece in hosted(len(pieces), self.replica, self.replicas):
             ids = range(pieces[piece], min(pieces[piece] + examples_per_microbatch, len(data)))
             yield Microbatch(collate([data[i] for i in ids]), len(ids))
 
 
-def _ready_microbatches(batches: Iterable[Batch]) -> Iterator[Microbatch]:
+def _ready_microbatches(batches: Iterable[Batch], _: int) -> Iterator[Microbatch]:
     """A generator and not an expression: a DataLoader draws its seed when it is iterated, not when it is passed."""
     for batch in batches:
         yield Microbatch(batch, count_examples(batch))

@@ -1,62 +1,110 @@
-"""`isostep train`: the built-in decoder on real text, with local workers or under a launcher."""
+"""`isostep train`: a configuration becomes a trained model in a run directory."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
-from ..cli import json_path, positive_float, positive_int, process_count, seed_number, write_json
+from ..cli import json_path, process_count, write_json
+from ..config import default_of, expected_of, keys, load
+from ..errors import IsostepError
+from ..ledger.sheet import read_run, sheet
+from ..ledger.sheet_text import sheet_text
 
 EPILOG = """example:
   isostep train --procs 2 --run-dir runs/first
+  isostep train run.toml --optimizer.name muon --run.epochs 3
 
-Trains a small decoder on the functions of the standard library of this Python: given signature and docstring,
-write the body. Needs no download. Ends with a ledger (ledger.jsonl) from which coverage is proved: every example
-of an epoch exactly once. The microbatch size and the number of workers change the speed, not the update.
+Without a file it trains a small decoder on the functions of the standard library of this Python: given signature and
+docstring, write the body. Needs no download. The same command again resumes a run that was stopped or killed, with as
+many workers as you like, or says that it is complete. Ends with a sheet: what was done, and the proof that every
+example of an epoch was used exactly once. Layout and workers change speed and memory, never the update.
+docs/config.md has all keys.
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
-    parser.add_argument("--procs", type=process_count, default=1, help="local workers, one replica each (default 1)")
-    parser.add_argument("--run-dir", default="runs/default", help="where the run is kept (default runs/default)")
-    parser.add_argument("--epochs", type=positive_int, default=1)
-    parser.add_argument("--examples-per-update", type=positive_int, default=32, help="default 32")
-    parser.add_argument("--examples-per-microbatch", type=positive_int, default=8, help="default 8")
-    parser.add_argument("--context-length", type=positive_int, default=384, help="bytes (default 384)")
-    parser.add_argument("--learning-rate", type=positive_float, default=3e-3, help="default 0.003")
-    parser.add_argument("--last-group", choices=["keep", "drop"], default="keep")
-    parser.add_argument("--seed", type=seed_number, default=0, help="seed of the order (default 0)")
-    parser.add_argument("--evaluate-every", type=positive_int, default=25, metavar="UPDATES", help="default 25")
-    parser.add_argument("--overlap", action="store_true", help="reduce during each replica's last backward")
-    parser.add_argument("--timeout", type=positive_float, default=300.0, help="seconds that any collective may take")
-    parser.add_argument("--json", type=json_path, metavar="FILE", help="write a summary here, - for standard output")
+    parser.usage = "isostep train [RUN.toml] [--procs N] [--run-dir FOLDER] [--section.key VALUE ...]"
+    parser.add_argument("config", nargs="?", metavar="RUN.toml", help="configuration; flags win over it")
+    parser.add_argument("--procs", type=process_count, metavar="N", help="local workers: layout.replicas (default 1)")
+    parser.add_argument("--run-dir", metavar="FOLDER", help="where the run is kept: run.dir (default runs/default)")
+    parser.add_argument(
+        "--allow-changed-what",
+        action="store_true",
+        help="resume although WHAT changed; the ledger and the sheet say so",
+    )
+    parser.add_argument("--json", type=json_path, metavar="FILE", help="write the sheet here, - for standard output")
+    section = ""
+    group = parser
+    for key, field in keys():
+        if key.partition(".")[0] != section:
+            section = key.partition(".")[0]
+            group = parser.add_argument_group(f"[{section}]")
+        default = f" (default {default_of(field)})" if default_of(field) else ""
+        text = f"{field.description}: {expected_of(field)}{default}".replace("%", "%%")
+        bare: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
+        group.add_argument(f"--{key.replace('_', '-')}", dest=key, metavar="VALUE", help=text, **bare)
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..distributed.launch import launched_rank, run_workers
-    from ..train import Options, What, summary, summary_text, train_worker
+    config = load(args.config, flags_of(args))
 
-    options = Options(
-        what=What(
-            examples_per_update=args.examples_per_update,
-            order_seed=args.seed,
-            last_group=args.last_group,
-            context_length=args.context_length,
-            learning_rate=args.learning_rate,
-            epochs=args.epochs,
-        ),
-        examples_per_microbatch=args.examples_per_microbatch,
-        overlap=args.overlap,
-        evaluate_every=args.evaluate_every,
-        run_dir=args.run_dir,
-        quiet=args.json == "-",
-    )
-    run_workers(args.procs, train_worker, options, timeout=args.timeout)
+    from ..distributed.launch import check_world, launched_rank, run_workers
+    from ..train import train_worker
+
+    check_world(config.layout.replicas)
+    arguments = config, args.allow_changed_what, args.json == "-"
+    folder = Path(config.run.dir)
+    patience = max(30.0, config.run.grace + 15)
+    try:
+        run_workers(
+            config.layout.replicas or 1, train_worker, *arguments, timeout=config.run.timeout, patience=patience
+        )
+    except KeyboardInterrupt:
+        if launched_rank():
+            raise
+        raise KeyboardInterrupt(stopped(folder)) from None
     if launched_rank():
         return 0
-    document = summary(Path(args.run_dir))
+    document = write_sheet(folder)
     write_json(args.json, document)
     if args.json != "-":
-        print(summary_text(document))
+        print(sheet_text(document))
     return 0 if document["coverage"]["proved"] else 1
+
+
+def flags_of(args: argparse.Namespace) -> dict[str, str]:
+    """The keys that were given as flags, as text."""
+    given = vars(args) | {"run.dir": args.run_dir if args.run_dir is not None else vars(args)["run.dir"]}
+    if args.procs is not None:
+        given["layout.replicas"] = str(args.procs)
+    return {key: given[key] for key, _ in keys() if given[key] is not None}
+
+
+def stopped(folder: Path) -> str:
+    """What to tell after a signal. Writes the sheet if the run had begun."""
+    try:
+        document = write_sheet(folder)
+    except IsostepError:
+        return ""
+    attempted = document["updates"]["attempted"]
+    if document["state"] != "stopped":
+        return ""
+    return f"stopped after update {attempted}; everything is saved in {folder}: give the same command to resume"
+
+
+def write_sheet(folder: Path) -> dict[str, Any]:
+    """The sheet of a run, also as files in its folder. Raises IsostepError where they cannot be written."""
+    document = sheet(read_run(folder))
+    for name, text in (("sheet.json", json.dumps(document, indent=2)), ("sheet.txt", sheet_text(document))):
+        try:
+            (folder / name).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise IsostepError(
+                f"{folder / name}: got {error.strerror}, expected room and access for it; mend that, then give the "
+                "same command"
+            ) from None
+    return document

@@ -19,18 +19,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal, TypedDict
-
-import torch
-from torch import Tensor
-from torch.utils.data import Dataset
+from typing import Literal
 
 from ..errors import InputError
-from ..objective import IGNORE
+from .tokens import BEGIN_TOKEN, END_TOKEN, VOCAB_SIZE, ByteExamples, Example, Piece, Pieces, num_tokens
 
-BEGIN_TOKEN = 256
-END_TOKEN = 257
-VOCAB_SIZE = 258
+__all__ = [
+    "BEGIN_TOKEN",
+    "END_TOKEN",
+    "VOCAB_SIZE",
+    "Example",
+    "Function",
+    "Split",
+    "StdlibFunctions",
+    "stdlib_functions",
+]
 
 Split = Literal["train", "validation"]
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef
@@ -39,14 +42,6 @@ _VALIDATION_PERCENT = 5
 _SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib-dynload", "__pycache__"}
 )
-
-
-class Example(TypedDict):
-    """One function as tokens. `input_ids` and `labels` are int64 [length]; labels are not shifted."""
-
-    id: int
-    input_ids: Tensor
-    labels: Tensor
 
 
 @dataclass(frozen=True)
@@ -60,15 +55,16 @@ class Function:
     @property
     def num_tokens(self) -> int:
         """Length of the example: one token for each byte, one for begin, one for end of text."""
-        return len(self.prompt) + len(self.completion) + 2
+        return num_tokens(self.pieces)
+
+    @property
+    def pieces(self) -> Pieces:
+        """The example: completion and end of text are supervised."""
+        return Piece(self.prompt, False, False), Piece(self.completion, True, True)
 
 
-class StdlibFunctions(Dataset[Example]):
-    """The functions of one split, map style: `dataset[i]` for 0 <= i < len(dataset).
-
-    Tokens are bytes (id 0..255) between BEGIN_TOKEN and END_TOKEN. The labels are the input ids with
-    -100 at begin and over the prompt, so the completion and the end are supervised. They are not
-    shifted: a causal loss pairs the logits of position i with the label of position i + 1.
+class StdlibFunctions(ByteExamples):
+    """The functions of one split, map style: `dataset[i]` for 0 <= i < len(dataset). Labels as in ByteExamples.
 
     context_length: functions with more tokens are left out, `num_left_out` says how many. They are not cut,
     because a cut function teaches that text ends, or goes on, at a place that only the cut decided.
@@ -77,7 +73,6 @@ class StdlibFunctions(Dataset[Example]):
     max_examples: only the first that many. The order is by hash, so they come from all over the library, and
     a larger max_examples adds examples and renumbers none.
 
-    Attributes: `lengths`, the tokens of each example in order; `num_left_out`.
     Raises InputError for a value outside of this, or where no function fits.
     """
 
@@ -93,35 +88,7 @@ class StdlibFunctions(Dataset[Example]):
             raise InputError.of(
                 "context_length", context_length, f"at least {shortest}, the shortest function", "raise it"
             )
-        self.num_left_out = len(in_split) - len(fitting)
-        self._functions = fitting[:max_examples]
-        self.lengths = [function.num_tokens for function in self._functions]
-
-    def __len__(self) -> int:
-        return len(self._functions)
-
-    def __getitem__(self, index: int) -> Example:
-        """Example `index`, whose id is `index`. Raises IndexError outside of 0..len-1."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
-        function = self._functions[index]
-        text = bytearray(function.prompt + function.completion)
-        input_ids = torch.full((function.num_tokens,), BEGIN_TOKEN)
-        input_ids[1:-1] = torch.frombuffer(text, dtype=torch.uint8)
-        input_ids[-1] = END_TOKEN
-        labels = input_ids.clone()
-        labels[: 1 + len(function.prompt)] = IGNORE
-        return {"id": index, "input_ids": input_ids, "labels": labels}
-
-    def content_hash(self) -> str:
-        """SHA-256 (hex) over each example in order: id, length, input ids, labels, as little-endian int64."""
-        digest = hashlib.sha256()
-        for index, length in enumerate(self.lengths):
-            example = self[index]
-            header = torch.tensor([index, length])
-            values = torch.cat((header, example["input_ids"], example["labels"]))
-            digest.update(values.numpy().astype("<i8", copy=False).tobytes())
-        return digest.hexdigest()
+        super().__init__([function.pieces for function in fitting[:max_examples]], len(in_split) - len(fitting))
 
 
 @cache

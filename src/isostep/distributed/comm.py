@@ -29,7 +29,7 @@ from .reduce import GradientReducer
 
 SLICE = timedelta(seconds=1)
 REPORT_SECONDS = 3.0
-PHASES = ("count", "vote", "evaluate")
+PHASES = ("count", "vote", "evaluate", "fit")
 
 
 def connect(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> tuple[nn.Module, Comm]:
@@ -115,6 +115,7 @@ class ProcessGroupComm:
         self._vector_length = num_parameters + 64
         self._store = dist.distributed_c10d._get_default_store()
         self._lost = f"isostep/lost/{group.group_name}"  # until replicas agree on a key of this life
+        self._ended = False
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -124,6 +125,11 @@ class ProcessGroupComm:
         group = self._group_if_alive()
         if group is None:
             raise PeerLostError("process group: got a destroyed one, expected a living one; build a new Updater")
+        if self._ended:  # gloo would go on, with replicas that may hold different weights
+            raise PeerLostError(
+                "process group: got one that has ended with an earlier error, expected a living one; "
+                "start again from what you saved last"
+            )
         return group
 
     def sum(self, phase: str, host: Sequence[float], device: Tensor | None = None) -> _PendingSum:
@@ -148,11 +154,15 @@ class ProcessGroupComm:
         with self._peers("report"):
             return gathered(value, self._group)
 
-    def end(self) -> None:
-        """Abort the process group, and tell whoever waits for this replica that it will not answer."""
+    def end(self, reason: str = "") -> None:
+        """Abort the process group, and tell whoever waits for this replica that it will not answer, and why.
+
+        The first reason stands: what follows from it is none.
+        """
         with suppress(RuntimeError, PeerLostError):
-            self._group.abort()
-            self._store.set(f"{self._lost}/{self.replica}", "")
+            group, self._ended = self._group, True
+            group.abort()
+            self._store.set(f"{self._lost}/{self.replica}", reason)
             self._store.set(self._lost, "")
 
     def equalise(self, model: nn.Module) -> None:
@@ -198,29 +208,35 @@ class ProcessGroupComm:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            missing = self._missing()
-            who = f"replica {', '.join(map(str, missing))}" if missing else "another replica"
-            reason = str(error).strip().partition("\n")[0][:120] or type(error).__name__
+            missing, reasons = self._reports()
+            lost = list(reasons) or missing
+            who = f"replica {', '.join(map(str, lost))}" if lost else "another replica"
+            first = next(iter(reasons.values()), str(error)).strip().partition("\n")[0]
+            reason = first[:400] or type(error).__name__
             raise PeerLostError(
                 f"{phase}: lost {who}, expected all {self.replicas} to answer; what was under way was not applied: "
                 f"see why it ended, then start again from what you saved last ({reason})"
             ) from error
 
-    def _missing(self) -> list[int]:
-        """Replicas that do not report within a few seconds that they, too, lost somebody. Empty if unknown.
+    def _reports(self) -> tuple[list[int], dict[int, str]]:
+        """Replicas that do not report within a few seconds that they, too, lost somebody; and the reasons of those
+        that gave up by themselves, by replica. Empty if unknown.
 
         The report also frees those that wait for this replica: gloo keeps its connections open after an abort.
         """
         self.end()
-        missing = [replica for replica in range(self.replicas) if replica != self.replica]
+        others = [replica for replica in range(self.replicas) if replica != self.replica]
+        missing = others
         deadline = time.monotonic() + REPORT_SECONDS
         try:
             while missing and time.monotonic() < deadline:
                 missing = [replica for replica in missing if not self._store.check([f"{self._lost}/{replica}"])]
                 time.sleep(0.05)
+            reported = [replica for replica in others if replica not in missing]
+            reasons = {replica: self._store.get(f"{self._lost}/{replica}").decode() for replica in reported}
         except RuntimeError:
-            return []
-        return missing
+            return [], {}
+        return missing, {replica: reason for replica, reason in reasons.items() if reason}
 
 
 def _finished_in(work: dist.Work, time_limit: timedelta) -> bool:
@@ -282,6 +298,25 @@ def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return values
 
 
+@contextmanager
+def _all_answer() -> Iterator[None]:
+    """Turn a broken or late collective over the world into a PeerLostError."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0][:120]
+        raise PeerLostError(
+            f"workers: lost one, expected all {dist.get_world_size()} to answer; see why it ended ({reason})"
+        ) from error
+
+
+def everyone(value: Any) -> list[Any]:
+    """A picklable value of every rank of the world, in rank order."""
+    assert dist.group.WORLD is not None
+    with _all_answer():
+        return gathered(value, dist.group.WORLD)
+
+
 def on_first_rank(function: Callable[[], Any]) -> Any:
     """What a function returns on rank 0 of the world, on every rank; an InputError of it is raised on every rank."""
     outcome: list[Any] = [None, None]
@@ -290,7 +325,8 @@ def on_first_rank(function: Callable[[], Any]) -> Any:
             outcome[0] = function()
         except InputError as error:
             outcome[1] = str(error)
-    dist.broadcast_object_list(outcome, 0)
+    with _all_answer():
+        dist.broadcast_object_list(outcome, 0)
     if outcome[1] is not None:
         raise InputError(outcome[1])
     return outcome[0]

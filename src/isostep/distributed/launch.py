@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -26,23 +27,50 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from ..errors import InputError, IsostepError, PeerError, PeerLostError
 
 Worker = Callable[..., Any]
+INTERRUPTED = 130
+PR_SET_PDEATHSIG = 1
 
 
 def launched_rank() -> int | None:
-    """This process's rank where a launcher (torchrun, a scheduler) has started it as one of several; else None."""
-    return int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+    """This process's rank where a launcher (torchrun, a scheduler) has started it as one of several; else None.
+
+    Raises InputError for a RANK or WORLD_SIZE that is none.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    for name in ("RANK", "WORLD_SIZE"):
+        if not os.environ[name].isdigit():
+            raise InputError.of(name, os.environ[name], "a whole number", "let the launcher set it, or unset it")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank >= world:
+        raise InputError.of("RANK", rank, f"below WORLD_SIZE {world}", "let the launcher set both, or unset them")
+    return rank
 
 
-def run_workers(procs: int, worker: Worker, *args: Any, timeout: float) -> Any:
+def check_world(replicas: int | None) -> None:
+    """Raise InputError where a launcher has started another number of workers than `replicas`."""
+    if launched_rank() is None:
+        return
+    world = int(os.environ["WORLD_SIZE"])
+    if replicas is not None and replicas != world:
+        raise InputError.of(
+            "layout.replicas", replicas, f"{world}, the workers that the launcher has started",
+            "leave it out, or start that many",
+        )  # fmt: skip
+
+
+def run_workers(procs: int, worker: Worker, *args: Any, timeout: float, patience: float = 30) -> Any:
     """Run `worker(*args)` in `procs` local processes that share a process group; returns rank 0's result.
 
     Under a launcher this process joins that launcher's world instead and returns its own worker's result. `timeout`,
-    in seconds, bounds every collective. worker and args must be picklable, and so must the result.
+    in seconds, bounds every collective; `patience`, in seconds, the time that workers have to end after a signal.
+    worker and args must be picklable, and so must the result.
     An error of a worker is raised here, in one line, after all workers have ended.
     """
     if launched_rank() is not None:
         return _in_process_group(worker, args, timeout, threads=None)
     threads = max(1, (os.cpu_count() or 1) // procs)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(patience)))
     with tempfile.TemporaryDirectory(prefix="isostep-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -61,6 +89,8 @@ def run_workers(procs: int, worker: Worker, *args: Any, timeout: float) -> Any:
             with _interrupts_held_for_workers():
                 return elastic_launch(config, _guarded)(worker, args, timeout, threads, folder)[0]
         except ChildFailedError as failure:
+            if failure.get_first_failure()[1].exitcode == INTERRUPTED:
+                raise KeyboardInterrupt from None
             raise _first_error(Path(folder), failure) from None
         except SignalException as stop:
             raise KeyboardInterrupt from stop
@@ -91,10 +121,11 @@ def _interrupts_held_for_workers() -> Iterator[None]:
 def _guarded(worker: Worker, args: tuple[Any, ...], timeout: float, threads: int, folder: str) -> Any:
     """In a worker: an error becomes a file and an exit code, so that the launcher can show one line."""
     try:
+        _end_with_parent()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         return _in_process_group(worker, args, timeout, threads)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except Exception as error:
         kind = "input" if isinstance(error, InputError) else "peer" if isinstance(error, PeerError) else "error"
         name = "" if isinstance(error, IsostepError) else f"{type(error).__name__}: "
@@ -102,14 +133,30 @@ def _guarded(worker: Worker, args: tuple[Any, ...], timeout: float, threads: int
         sys.exit(getattr(error, "exit_code", 1))
 
 
+def _end_with_parent() -> None:
+    """Have the kernel send SIGTERM to this worker when the process that started it dies, however it dies (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        if os.getppid() == 1:  # it died before
+            sys.exit(1)
+
+
 def _in_process_group(worker: Worker, args: tuple[Any, ...], timeout: float, threads: int | None) -> Any:
     if threads is not None:
         torch.set_num_threads(threads)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=timeout)
-    )
+    backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    try:
+        dist.init_process_group(backends, timeout=timedelta(seconds=timeout))
+    except (ValueError, RuntimeError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = str(error).strip().partition("\n")[0][:160]
+        raise InputError.of(
+            "process group", f"{reason} (rank {os.environ.get('RANK')} at {where})",
+            f"all {os.environ.get('WORLD_SIZE')} workers to meet there in {timeout:g} s",
+            "check that the others started, that the address can be reached and that its port is free",
+        ) from error  # fmt: skip
     try:
         return worker(*args)
     finally:

@@ -62,7 +62,7 @@ class Ledger:
             self._check_beginning()
             self._cut_torn_line()
             if self._size() == 0:
-                _sync_folder(self.path.parent)
+                sync_folder(self.path.parent)
         except BaseException:
             self._file.close()
             raise
@@ -129,7 +129,7 @@ def _end_of_last_line(descriptor: int, size: int) -> int:
     return 0
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Return when the names in a folder are on disk, so that a new file is found after the loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

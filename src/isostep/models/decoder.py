@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..errors import InputError
 
@@ -76,14 +77,18 @@ class Decoder(nn.Module):
     read nor changed. They are drawn as in GPT-2 (Radford et al. 2019): normal with deviation 0.02, and
     0.02 / sqrt(2 * depth) for the two projections of each block that add to the residual stream.
 
+    activation_checkpointing: in training, keep only what enters each block and recompute the rest in backward (Chen et
+    al. 2016, arXiv 1604.06174): less memory, about a third more time, the same numbers.
+
     Raises InputError for a seed that does not fit in 64 unsigned bits.
     """
 
-    def __init__(self, config: DecoderConfig, *, seed: int = 0) -> None:
+    def __init__(self, config: DecoderConfig, *, seed: int = 0, activation_checkpointing: bool = False) -> None:
         super().__init__()
         if not 0 <= seed < 2**64:
             raise InputError.of("seed", seed, "a whole number from 0 to 2**64 - 1", "choose such a seed")
         self.config = config
+        self.activation_checkpointing = activation_checkpointing
         self.embedding = nn.Embedding(config.vocab_size, config.width, device="meta").to_empty(device="cpu")
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.head = Head(config)
@@ -114,7 +119,10 @@ class Decoder(nn.Module):
         hidden = self.embedding(input_ids)
         cos, sin = rotary_tables(length, self.config.head_width, hidden)
         for block in self.blocks:
-            hidden = block(hidden, cos, sin)
+            if self.activation_checkpointing and self.training:
+                hidden = checkpoint(block, hidden, cos, sin, use_reentrant=False)
+            else:
+                hidden = block(hidden, cos, sin)
         return self.head(hidden)
 
     def num_parameters(self) -> int:

@@ -1,0 +1,172 @@
+"""Checkpoints through torch.distributed.checkpoint: written in the background, whole or not there at all.
+
+A checkpoint is a folder. It is written under another name; when its files and their digests are on disk it gets its
+own name in one step, and only then is it announced. A process that is killed at any moment leaves the last announced
+checkpoint as it was, and a folder of the other name, which the next start removes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from ..errors import InputError, IsostepError
+from ..ledger.ledger import sync_folder
+
+CHECKPOINTS = "checkpoints"
+MANIFEST = "manifest.json"
+PARTIAL = ".partial"
+
+
+def folder_of(after_attempted: int) -> str:
+    """The path of a checkpoint, relative to its run."""
+    return f"{CHECKPOINTS}/update-{after_attempted:08d}"
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run, one at a time, and keeps the last `keep` announced ones.
+
+    group: the ranks that hold one replica; its first rank is this process. announce(after_attempted, path): called
+    here, in the thread that calls `poll` or `finish`, when a checkpoint is durable.
+    """
+
+    def __init__(
+        self, run_dir: Path, keep: int, group: dist.ProcessGroup, announce: Callable[[int, str], None]
+    ) -> None:
+        self._run_dir, self._keep, self._group, self._announce = run_dir, keep, group, announce
+        self._background = ThreadPoolExecutor(1, "isostep-checkpoint")
+        self._under_way: tuple[int, Future[None]] | None = None
+        self._announced: list[str] = []
+
+    def clear(self, announced: list[str]) -> None:
+        """Take up the announced checkpoints of an earlier start, oldest first; remove every other folder."""
+        self._announced = list(announced)
+        for folder in (self._run_dir / CHECKPOINTS).glob("update-*"):
+            if f"{CHECKPOINTS}/{folder.name}" not in announced:
+                shutil.rmtree(folder)
+
+    def start(self, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], after_attempted: int) -> None:
+        """Copy the tensors and write them in the background, when what was under way is finished.
+
+        Raises IsostepError where the checkpoint before could not be written.
+        """
+        self.finish()
+        path = self._run_dir / folder_of(after_attempted)
+        partial = path.with_name(path.name + PARTIAL)
+        for folder in (path, partial):
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            partial.mkdir(parents=True)
+            saving = async_save(
+                dict(tensors),
+                storage_writer=FileSystemWriter(partial, sync_files=True),
+                process_group=self._group,
+            )
+        except OSError as error:
+            raise _failed(after_attempted, error) from error
+        assert isinstance(saving, Future)
+        self._under_way = after_attempted, self._background.submit(_complete, saving, path, dict(manifest))
+
+    def poll(self) -> None:
+        """Announce the checkpoint that was under way if it is durable by now. Raises as `start`."""
+        if self._under_way is not None and self._under_way[1].done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is under way, and announce it. Raises as `start`."""
+        if self._under_way is None:
+            return
+        (after_attempted, written), self._under_way = self._under_way, None
+        try:
+            written.result()
+        except BaseException as error:  # what torch raises here is no Exception
+            path = self._run_dir / folder_of(after_attempted)
+            shutil.rmtree(path.with_name(path.name + PARTIAL), ignore_errors=True)
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            raise _failed(after_attempted, error) from error
+        self._announce(after_attempted, folder_of(after_attempted))
+        self._announced.append(folder_of(after_attempted))
+        while len(self._announced) > self._keep:
+            shutil.rmtree(self._run_dir / self._announced.pop(0), ignore_errors=True)
+
+
+def _complete(saving: Future[Any], path: Path, manifest: dict[str, Any]) -> None:
+    """In the background: wait for the tensors, write their digests, and give the folder its name."""
+    saving.result()
+    partial = path.with_name(path.name + PARTIAL)
+    manifest["files"] = {file.name: _digest(file) for file in sorted(partial.iterdir())}
+    with open(partial / MANIFEST, "w", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(partial)
+    partial.rename(path)
+    sync_folder(path.parent)
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _failed(after_attempted: int, error: BaseException) -> IsostepError:
+    if isinstance(error, CheckpointException):
+        error = next((failure for failure, _ in error.failures.values()), error)
+    return IsostepError(
+        f"checkpoint after update {after_attempted}: got {error}, expected room and access for it; mend that and give "
+        "the same command, which resumes from the last checkpoint"
+    )
+
+
+def manifest_of(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files all are as they were written. Raises InputError for any other."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        files = dict(manifest["files"])
+        odd = next((name for name, digest in files.items() if _digest(path / name) != digest), None)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise _corrupt(path, f"{type(error).__name__}: {error}") from None
+    if odd is not None or not files:
+        raise _corrupt(path, f"other bytes in {odd or MANIFEST}")
+    return manifest
+
+
+def _corrupt(path: Path, got: str) -> InputError:
+    return InputError.of(
+        f"checkpoint {path}", got, "the files as they were written",
+        "restore them, or remove that folder to resume from the checkpoint before it, or from the start",
+    )  # fmt: skip
+
+
+def load_tensors(path: Path, device: torch.device, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+    """All tensors of a checkpoint. Every rank of the group, or of the world, calls this, and fails if one does."""
+    reader = FileSystemReader(path)
+    try:
+        metadata = reader.read_metadata().state_dict_metadata
+    except OSError as error:
+        raise InputError.of(
+            f"checkpoint {path}", error.strerror, "one that every worker can read", "put the run on a shared disk"
+        ) from None
+    tensors: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+        for name, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load(tensors, storage_reader=reader, process_group=group)
+    return tensors
