@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 .PHONY: train test test-all lint bench clean
 
 train: .venv/run  ## train the built-in decoder on the embedded functions with 2 workers
-	$(BIN)/isostep train --procs 2 --run-dir $(RUN_DIR)
+	$(BIN)/isostep train examples/run.toml --run-dir $(RUN_DIR)
 
 test: .venv/dev  ## a covering subset, under 10 minutes on 2 cores
 	$(BIN)/pytest -m "not grid"

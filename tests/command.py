@@ -73,11 +73,13 @@ def torchrun(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(launcher, capture_output=True, text=True, timeout=100, env=env)
 
 
-def start(marker: str, *args: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def start(
+    marker: str, *args: str, folder: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     """The command under way, in a session of its own; it and all that it starts carry the marker."""
     environment = {**os.environ, "COLUMNS": "100", "ISOSTEP_TEST_MARKER": marker, **(env or {})}
     return subprocess.Popen(
-        command(*args), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        command(*args), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=folder,
         start_new_session=True,
     )  # fmt: skip
 

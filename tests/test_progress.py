@@ -55,7 +55,7 @@ def test_a_line_has_every_number(clock: Clock) -> None:
     progress, stream = plain(clock, 101)
     progress.update(25, examples=800, seconds=0.8, **NUMBERS)
     assert words(stream) == (
-        "update 25/101 loss 2.5000 norm 0.5096 lr 3.00e-03 800 examples 72,856 supervised tokens "
+        "update 25/101 loss 2.5000 norm 0.5096 lr 3.00e-03 800 examples 72,856 supervised "
         "15,906 tokens/s 512 MiB 1 min 1 s left"
     )
 
@@ -63,7 +63,7 @@ def test_a_line_has_every_number(clock: Clock) -> None:
 def test_what_is_not_known_is_a_dash(clock: Clock) -> None:
     progress, stream = plain(clock, None)
     progress.update(1)
-    assert words(stream) == ("update 1 loss - norm - lr - - examples - supervised tokens - tokens/s - - left")
+    assert words(stream) == ("update 1 loss - norm - lr - - examples - supervised - tokens/s - - left")
 
 
 def test_lines_are_aligned(clock: Clock) -> None:
@@ -187,7 +187,7 @@ def test_a_terminal_shows_one_bar(clock: Clock) -> None:
     assert bar.endswith("50 % 1 min 42 s left")
     assert "━" in bar
     assert measured == "loss 2.5000  norm 0.5096  lr 3.00e-03"
-    assert used == "1,600 examples  72,856 supervised tokens  15,906 tokens/s  512 MiB"
+    assert used == "1,600 examples  72,856 supervised  15,906 tokens/s  512 MiB"
 
 
 def test_a_terminal_is_not_drawn_for_every_fast_update(clock: Clock) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from isostep.config import Config, hash_of, load
-from isostep.distributed.checkpoint import MANIFEST, folder_of
+from isostep.distributed.checkpoint import MANIFEST, digest_of, folder_of
 from isostep.errors import InputError
 from isostep.ledger import (
     CheckpointAnnounced,
@@ -61,7 +61,8 @@ def checkpoint(folder: Path, after: int) -> CheckpointAnnounced:
     path.mkdir(parents=True)
     (path / "data").write_bytes(b"weights")
     digest = hashlib.sha256(b"weights").hexdigest()
-    (path / MANIFEST).write_text(json.dumps({"files": {"data": digest}, "after_attempted": after}))
+    manifest = {"files": {"data": digest}, "after_attempted": after}
+    (path / MANIFEST).write_text(json.dumps(manifest | {"digest": digest_of(manifest)}))
     return CheckpointAnnounced(after_attempted=after, path=folder_of(after))
 
 
@@ -223,6 +224,7 @@ def _flip(path: Path) -> None:
         lambda folder: _flip(folder / "data"),
         lambda folder: (folder / "data").write_bytes(b"weig"),
         lambda folder: (folder / "data").unlink(),
+        lambda folder: _flip(folder / MANIFEST),
         lambda folder: (folder / MANIFEST).unlink(),
         lambda folder: (folder / MANIFEST).write_bytes(b'{"files": {"da'),
         lambda folder: (folder / MANIFEST).write_bytes(b"[]"),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from . import __version__
-from .errors import InputError, IsostepError
+from .errors import InputError, IsostepError, of_system
 
 COMMANDS = {
     "train": "train the built-in decoder on real text through one exact update",
@@ -125,6 +125,7 @@ def build_parser(names: Sequence[str]) -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0 fine, 1 a finding or a failed run, 2 bad usage or input, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else torch adds stack traces to what is one line here
     try:
         args = build_parser([a for a in arguments[:1] if a in COMMANDS]).parse_args(arguments)
         return importlib.import_module(f"isostep.commands.{args.command}").run(args)
@@ -134,10 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"isostep: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(
-            f"isostep: got {error}, expected room and access; free space or mend access, then run it again",
-            file=sys.stderr,
-        )
+        print(f"isostep: {of_system(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
         print(f"isostep: {str(stop) or 'interrupted; nothing is left running'}", file=sys.stderr)

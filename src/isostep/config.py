@@ -68,8 +68,8 @@ class Layout(Section):
 
     @model_validator(mode="after")
     def _positive(self) -> Layout:
-        if isinstance(self.examples_per_microbatch, int) and self.examples_per_microbatch < 1:
-            raise _bad("examples_per_microbatch", self.examples_per_microbatch, "1 or more", "give a positive size")
+        if isinstance(self.examples_per_microbatch, int) and not 1 <= self.examples_per_microbatch <= 2**62:
+            raise _bad("examples_per_microbatch", self.examples_per_microbatch, "1 to 2**62", "give such a size")
         return self
 
 

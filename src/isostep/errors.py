@@ -20,6 +20,11 @@ class InputError(IsostepError, ValueError):
         return cls(f"{name}: got {got!r}, expected {expected}; {remedy}")
 
 
+def of_system(error: OSError) -> IsostepError:
+    """The line for an error of the operating system that nobody has put into words."""
+    return IsostepError(f"got {error}, expected room and access; free space or mend access, then run it again")
+
+
 class CoverageError(IsostepError):
     """The examples that went into forward are not the group's. Raised before the optimizer runs."""
 

@@ -20,7 +20,7 @@ from . import __version__
 from .config import Config, hash_of
 from .data.groups import DataGroup
 from .data.text import load_split
-from .distributed.checkpoint import CheckpointWriter, load_tensors
+from .distributed.checkpoint import CheckpointWriter, load_tensors, reason_of
 from .distributed.comm import everyone, first_ranks, on_first_rank
 from .errors import (
     AbandonedError,
@@ -70,19 +70,19 @@ def train_worker(config: Config, allow_changed_what: bool = False, quiet: bool =
     if len(set(contents)) > 1:
         raise InputError.of("data", contents, "the same on every worker", "give every machine the same files")
     what, how = config.what(contents[0]), config.how(len(contents))
-    directory = RunDirectory(config.run.dir)
-    opening = on_first_rank(partial(directory.open, config, what, how, allow_changed_what=allow_changed_what))
-    if opening.state == "complete":
-        if directory.held:
-            print(*opening.text(directory.path), sep="\n", file=sys.stderr)
-        return
-    training = build(config, train, validation)
-    watch = MemoryWatch(training.device)
-    fit_microbatches(training, opening, how)
-    place(training, opening, directory, how)
-    run = Run(training, directory, opening, what, how, watch, quiet=quiet)
-    with stop_on_signal(training):
-        run.to_the_end()
+    with RunDirectory(config.run.dir) as directory:
+        opening = on_first_rank(partial(directory.open, config, what, how, allow_changed_what=allow_changed_what))
+        if opening.state == "complete":
+            if directory.held:
+                print(*opening.text(directory.path), sep="\n", file=sys.stderr)
+            return
+        training = build(config, train, validation)
+        watch = MemoryWatch(training.device)
+        fit_microbatches(training, opening, how)
+        place(training, opening, directory, how)
+        run = Run(training, directory, opening, what, how, watch, quiet=quiet)
+        with stop_on_signal(training):
+            run.to_the_end()
     if run.reason == "stopped":
         raise KeyboardInterrupt
 
@@ -344,9 +344,8 @@ def write_weights(module: nn.Module, path: Path) -> None:
     except (OSError, RuntimeError) as error:  # the latter is what torch makes of a full disk
         with suppress(OSError):
             partial_path.unlink()
-        reason = str(error).strip().partition("\n")[0]
         raise IsostepError(
-            f"{path}: got {reason}, expected room and access for it; mend that and give the same command"
+            f"{path}: got {reason_of(error)}, expected room and access for it; mend that and give the same command"
         ) from error
 
 

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..cli import json_path, process_count, write_json
+from ..cli import MAX_PROCS, json_path, process_count, write_json
 from ..config import default_of, expected_of, keys, load
-from ..errors import IsostepError
+from ..errors import InputError, IsostepError
 from ..ledger.sheet import read_run, sheet
 from ..ledger.sheet_text import sheet_text
 
@@ -56,6 +56,10 @@ def run(args: argparse.Namespace) -> int:
     from ..train import train_worker
 
     check_world(config.layout.replicas)
+    if launched_rank() is None and (config.layout.replicas or 1) > MAX_PROCS:
+        raise InputError.of(
+            "layout.replicas", config.layout.replicas, f"at most {MAX_PROCS} local workers", "start them by torchrun"
+        )
     arguments = config, args.allow_changed_what, args.json == "-"
     folder = Path(config.run.dir)
     patience = max(30.0, config.run.grace + 15)

@@ -111,6 +111,7 @@ def _complete(saving: Future[Any], path: Path, manifest: dict[str, Any]) -> None
     saving.result()
     partial = path.with_name(path.name + PARTIAL)
     manifest["files"] = {file.name: _digest(file) for file in sorted(partial.iterdir())}
+    manifest["digest"] = digest_of(manifest)
     with open(partial / MANIFEST, "w", encoding="utf-8") as file:
         json.dump(manifest, file, indent=1)
         file.flush()
@@ -120,18 +121,36 @@ def _complete(saving: Future[Any], path: Path, manifest: dict[str, Any]) -> None
     sync_folder(path.parent)
 
 
+def digest_of(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) of a manifest without its own "digest"."""
+    text = json.dumps({key: value for key, value in manifest.items() if key != "digest"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _failed(after_attempted: int, error: BaseException) -> IsostepError:
-    if isinstance(error, CheckpointException):
-        error = next((failure for failure, _ in error.failures.values()), error)
+    reason = reason_of(_cause(error))
     return IsostepError(
-        f"checkpoint after update {after_attempted}: got {error}, expected room and access for it; mend that and give "
+        f"checkpoint after update {after_attempted}: got {reason}, expected room and access for it; mend that and give "
         "the same command, which resumes from the last checkpoint"
     )
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What torch has wrapped into an error of its own, the first one where there are several."""
+    if isinstance(error, CheckpointException):
+        return next((failure for failure, _ in error.failures.values()), error)
+    return error
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a file could not be written, in one line: torch speaks of its positions where there was no room."""
+    text = str(error).strip().partition("\n")[0]
+    return "no room for the whole file" if "unexpected pos" in text or "failed writing" in text else text
 
 
 def manifest_of(path: Path) -> dict[str, Any]:
@@ -139,11 +158,12 @@ def manifest_of(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         files = dict(manifest["files"])
-        odd = next((name for name, digest in files.items() if _digest(path / name) != digest), None)
+        odd = None if manifest["digest"] == digest_of(manifest) else MANIFEST
+        odd = odd or next((name for name, digest in files.items() if _digest(path / name) != digest), None)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise _corrupt(path, f"{type(error).__name__}: {error}") from None
-    if odd is not None or not files:
-        raise _corrupt(path, f"other bytes in {odd or MANIFEST}")
+    if odd is not None:
+        raise _corrupt(path, f"other bytes in {odd}")
     return manifest
 
 
@@ -168,5 +188,8 @@ def load_tensors(path: Path, device: torch.device, group: dist.ProcessGroup | No
         for name, entry in metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    load(tensors, storage_reader=reader, process_group=group)
+    try:
+        load(tensors, storage_reader=reader, process_group=group)
+    except CheckpointException as error:  # which is no Exception
+        raise _corrupt(path, " ".join(str(_cause(error)).split())[:200]) from None
     return tensors

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -114,6 +116,7 @@ class ProcessGroupComm:
         self._device = device
         self._vector_length = num_parameters + 64
         self._store = dist.distributed_c10d._get_default_store()
+        bound_store(self._store)
         self._lost = f"isostep/lost/{group.group_name}"  # until replicas agree on a key of this life
         self._ended = False
 
@@ -235,8 +238,35 @@ class ProcessGroupComm:
             reported = [replica for replica in others if replica not in missing]
             reasons = {replica: self._store.get(f"{self._lost}/{replica}").decode() for replica in reported}
         except RuntimeError:
-            return [], {}
+            return others if len(others) == 1 else [], {}
         return missing, {replica: reason for replica, reason in reasons.items() if reason}
+
+
+def bound_store(store: Any) -> None:
+    """Let a store that a silent link has cut off fail after its own timeout (Linux).
+
+    torch waits without limit for most of a store's answers, so for as long as the kernel repeats what nobody
+    acknowledges: a quarter of an hour.
+    """
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if not hasattr(store, "port") or not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return
+    seconds = store.timeout.total_seconds()
+    options = {
+        socket.TCP_USER_TIMEOUT: int(seconds * 1000),
+        socket.TCP_KEEPIDLE: min(60, max(1, int(seconds / 2))),  # for a request that was acknowledged before
+        socket.TCP_KEEPINTVL: min(60, max(1, int(seconds / 4))),
+    }
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if not os.readlink(file).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(file.name))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == store.port:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    for option, value in options.items():
+                        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _finished_in(work: dist.Work, time_limit: timedelta) -> bool:

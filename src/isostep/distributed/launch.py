@@ -24,7 +24,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ..errors import InputError, IsostepError, PeerError, PeerLostError
+from ..errors import InputError, IsostepError, PeerError, PeerLostError, of_system
+from .comm import bound_store
 
 Worker = Callable[..., Any]
 INTERRUPTED = 130
@@ -38,13 +39,18 @@ def launched_rank() -> int | None:
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
-    for name in ("RANK", "WORLD_SIZE"):
-        if not os.environ[name].isdigit():
-            raise InputError.of(name, os.environ[name], "a whole number", "let the launcher set it, or unset it")
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world = _whole("RANK"), _whole("WORLD_SIZE")
     if rank >= world:
         raise InputError.of("RANK", rank, f"below WORLD_SIZE {world}", "let the launcher set both, or unset them")
     return rank
+
+
+def _whole(name: str) -> int:
+    """A variable of the environment that a launcher sets."""
+    text = os.environ[name]
+    if not (text.isdecimal() and len(text) < 10):
+        raise InputError.of(name, text[:60], "a whole number", "let the launcher set it, or unset it")
+    return int(text)
 
 
 def check_world(replicas: int | None) -> None:
@@ -127,6 +133,7 @@ def _guarded(worker: Worker, args: tuple[Any, ...], timeout: float, threads: int
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except Exception as error:
+        error = of_system(error) if isinstance(error, OSError) else error
         kind = "input" if isinstance(error, InputError) else "peer" if isinstance(error, PeerError) else "error"
         name = "" if isinstance(error, IsostepError) else f"{type(error).__name__}: "
         Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps([kind, f"{name}{error}"]))
@@ -148,19 +155,43 @@ def _in_process_group(worker: Worker, args: tuple[Any, ...], timeout: float, thr
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
-        dist.init_process_group(backends, timeout=timedelta(seconds=timeout))
+        with _answer_within(2 * timeout + 5, timeout):
+            dist.init_process_group(backends, timeout=timedelta(seconds=timeout))
     except (ValueError, RuntimeError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        reason = str(error).strip().partition("\n")[0][:160]
-        raise InputError.of(
-            "process group", f"{reason} (rank {os.environ.get('RANK')} at {where})",
-            f"all {os.environ.get('WORLD_SIZE')} workers to meet there in {timeout:g} s",
-            "check that the others started, that the address can be reached and that its port is free",
-        ) from error  # fmt: skip
+        raise _nobody_met(str(error).strip().partition("\n")[0][:160], timeout) from error
+    bound_store(dist.distributed_c10d._get_default_store())
     try:
         return worker(*args)
     finally:
         dist.destroy_process_group()
+
+
+def _nobody_met(reason: str, timeout: float) -> InputError:
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return InputError.of(
+        "process group", f"{reason} (rank {os.environ.get('RANK')} at {where})",
+        f"all {os.environ.get('WORLD_SIZE')} workers to meet there in {timeout:g} s",
+        "check that the others started, that the address can be reached and that its port is free; between hosts "
+        "give each GLOO_SOCKET_IFNAME, the interface that the others reach it at",
+    )  # fmt: skip
+
+
+@contextmanager
+def _answer_within(seconds: float, timeout: float) -> Iterator[None]:
+    """End this process where torch waits for ever: for a program at the port that takes connections and is silent."""
+
+    def give_up() -> None:
+        error = _nobody_met("a connection and no answer", timeout)
+        print(f"isostep: {error}", file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _first_error(folder: Path, failure: ChildFailedError) -> IsostepError:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 from ..config import Config
@@ -51,11 +52,21 @@ class Opening:
 
 
 class RunDirectory:
-    """The folder of one run. One process at a time holds it."""
+    """The folder of one run. One process at a time holds it, from `open` to the end of the context."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         self._lock: int | None = None
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     @property
     def ledger(self) -> Path:

@@ -167,7 +167,7 @@ class Progress:
             f"norm {number(state.grad_norm):>7}",
             f"lr {_rate(state.learning_rate):>8}",
             f"{whole(state.examples):>7} examples",
-            f"{whole(state.supervised_tokens):>9} supervised tokens",
+            f"{whole(state.supervised_tokens):>9} supervised",
             f"{_speed(state.tokens_per_second):>7} tokens/s",
             f"{mebibytes(state.memory):>9}",
             f"{left} left",
@@ -184,7 +184,7 @@ class Progress:
         left = "-" if state.seconds_left is None else duration(state.seconds_left)
         bar.add_row(*cells, Text(percent), Text(f"{left} left"))
         values = f"loss {number(state.loss)}  norm {number(state.grad_norm)}  lr {_rate(state.learning_rate)}"
-        used = f"{whole(state.examples)} examples  {whole(state.supervised_tokens)} supervised tokens"
+        used = f"{whole(state.examples)} examples  {whole(state.supervised_tokens)} supervised"
         speed = f"{_speed(state.tokens_per_second)} tokens/s  {mebibytes(state.memory)}"
         return Group(bar, *(Text(line, no_wrap=True, overflow="ellipsis") for line in (values, f"{used}  {speed}")))
 
