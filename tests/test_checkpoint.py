@@ -61,7 +61,7 @@ def _resumed(group: Any, kind: str, folder: str, with_state: bool) -> tuple[list
     _run(updater, 3)
     tensors, state = capture({"model": model}, optimizers, updater)
     announced: list[str] = []
-    writer = CheckpointWriter(Path(folder), 2, group, lambda after, path: announced.append(path))
+    writer = CheckpointWriter(Path(folder), 2, group, lambda after, path, digest: announced.append(path))
     writer.start(tensors, {"state": state}, 3)
     _run(updater, 4)  # what is written must not see it
     writer.finish()
@@ -92,7 +92,7 @@ def test_control_without_optimizer_state_the_bits_differ(pool: Pool, tmp_path: P
 
 def _written(group: Any, folder: str, keep: int, numbers: list[int]) -> list[int]:
     announced: list[int] = []
-    writer = CheckpointWriter(Path(folder), keep, group, lambda after, path: announced.append(after))
+    writer = CheckpointWriter(Path(folder), keep, group, lambda after, path, digest: announced.append(after))
     for number in numbers:
         writer.start({"x": torch.full((3,), float(number))}, {}, number)
     writer.finish()
@@ -117,7 +117,7 @@ def _announced_when(group: Any, folder: str) -> tuple[list[str], list[str]]:
     Path.rename = slow  # type: ignore[method-assign]
     try:
         announced: list[str] = []
-        writer = CheckpointWriter(Path(folder), 2, group, lambda after, path: announced.append(path))
+        writer = CheckpointWriter(Path(folder), 2, group, lambda after, path, digest: announced.append(path))
         writer.start({"x": torch.ones(3)}, {}, 1)
         assert held.wait(20)
         writer.poll()
@@ -138,7 +138,7 @@ def test_announced_only_when_it_has_its_name(pool: Pool, tmp_path: Path) -> None
 
 def _on_a_full_disk(group: Any, folder: str) -> tuple[str, list[int], list[str]]:
     announced: list[int] = []
-    writer = CheckpointWriter(Path(folder), 2, group, lambda after, path: announced.append(after))
+    writer = CheckpointWriter(Path(folder), 2, group, lambda after, path, digest: announced.append(after))
     writer.start({"x": torch.ones(3)}, {}, 1)
     writer.finish()
     digest = module._digest
@@ -168,7 +168,7 @@ def test_a_failed_save_is_one_line_and_leaves_the_last_one(pool: Pool, tmp_path:
 def _cleared(group: Any, folder: str) -> list[str]:
     for name in ("update-00000001", "update-00000002", "update-00000003.partial"):
         Path(folder, "checkpoints", name).mkdir(parents=True)
-    writer = CheckpointWriter(Path(folder), 2, group, lambda after, path: None)
+    writer = CheckpointWriter(Path(folder), 2, group, lambda after, path, digest: None)
     writer.clear([folder_of(1)])
     return [p.name for p in Path(folder, "checkpoints").iterdir()]
 

@@ -37,7 +37,7 @@ def arguments(data: Path, folder: Path, replicas: int, *more: str) -> list[str]:
         "train", "--run-dir", str(folder), "--procs", str(replicas), "--data.source", str(data),
         "--model.context-length", "90", "--model.width", "32", "--model.depth", "2",
         "--update.examples-per-update", str(PER_UPDATE), "--layout.examples-per-microbatch", "1",
-        "--run.epochs", str(EPOCHS), "--run.updates", str(UPDATES), "--checkpoint.every", "3",
+        "--run.epochs", str(EPOCHS), "--run.updates", str(UPDATES), "--checkpoint.every", "3", "--checkpoint.keep", "1",
         "--validation.every", "10", "--run.timeout", "20", *more,
     ]  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from typing import Any
 
@@ -262,3 +263,13 @@ def test_a_dumb_terminal_gets_lines(clock: Clock) -> None:
         progress.update(2)
     assert updates_in(stream.getvalue()) == [1, 2]
     assert "\x1b" not in stream.getvalue()
+
+
+def test_a_reader_that_goes_away_ends_nothing() -> None:
+    """`isostep train | head`: rich would end the process."""
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as stream, Progress(10, stream=stream, every=0) as progress:
+        os.close(read)
+        for update in range(1, 4):
+            progress.update(update, loss=1.0)
+            progress.say("nobody reads this")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,18 @@ import torch
 from command import difference, events_of, same_bits, updates_of, weights_of, write_data
 from isostep.cli import main
 from isostep.config import Config, load
-from isostep.ledger import CheckpointAnnounced, Evaluated, OutOfMemory, Resumed, RunEnded
+from isostep.distributed import checkpoint
+from isostep.distributed.checkpoint import folder_of
+from isostep.ledger import (
+    CheckpointAnnounced,
+    Evaluated,
+    Event,
+    Ledger,
+    OutOfMemory,
+    Resumed,
+    RunEnded,
+    UpdateDone,
+)
 from isostep.models.decoder import Decoder
 
 Train = Callable[..., int]
@@ -238,6 +252,112 @@ def test_auto_takes_what_fits_and_trains_the_same_bits(
     assert train("auto", "--layout.examples-per-microbatch", "auto") == 0
     assert events_of_memory(tmp_path / "auto") == []
     assert same_bits(tmp_path / "three", tmp_path / "auto")
+
+
+# -------------------------------------------------------------------------------------------- errors and signals
+
+
+def at_call(monkeypatch: pytest.MonkeyPatch, call: int, act: Callable[[], None], *, training: bool = True) -> None:
+    """Do something in the so many-th forward of training, or of validation."""
+    forward, calls = Decoder.forward, []
+
+    def watched(self: Decoder, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.training is training:
+            calls.append(1)
+            if len(calls) == call:
+                act()
+        return forward(self, input_ids)
+
+    monkeypatch.setattr(Decoder, "forward", watched)
+
+
+def fail(error: Exception) -> Callable[[], None]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+def checkpoints_of(folder: Path) -> list[int]:
+    return [event.after_attempted for event in events_of(folder) if isinstance(event, CheckpointAnnounced)]
+
+
+@pytest.mark.parametrize("keep", ["1", "2"])
+@pytest.mark.parametrize(
+    ("update", "error"),
+    [
+        (5, ConnectionError("simulated")),  # right after the checkpoint that was due
+        (7, ConnectionError("simulated")),
+        (7, torch.OutOfMemoryError("simulated")),
+    ],
+    ids=str,
+)
+def test_what_was_applied_before_an_error_is_saved_once(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: str, update: int, error: Exception
+) -> None:
+    flags = ("--layout.examples-per-microbatch", "1", "--checkpoint.keep", keep, "--update.examples-per-update", "1")
+    flags = (*flags, "--run.updates", "9", "--layout.overlap", "false")
+    assert train("whole", *flags) == 0
+    with monkeypatch.context() as patch:
+        at_call(patch, update, fail(error))
+        assert train("run", *flags) == 1
+    saved = sorted({4, update - 1})
+    assert checkpoints_of(tmp_path / "run") == saved
+    folders = sorted(folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir())
+    assert folders == [Path(folder_of(after)).name for after in saved[-int(keep) :]]
+    assert train("run", *flags) == 0
+    assert next(e for e in events_of(tmp_path / "run") if isinstance(e, Resumed)).from_update == update - 1
+    assert same_bits(tmp_path / "whole", tmp_path / "run")
+
+
+def test_an_update_that_the_ledger_does_not_have_is_not_saved(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        append, seen = Ledger.append, []
+
+        def full(self: Ledger, event: Event) -> None:
+            seen.extend([event] if isinstance(event, UpdateDone) else [])
+            if len(seen) == 7 and event is seen[-1]:
+                raise OSError(28, "No space left on device")
+            append(self, event)
+
+        patch.setattr(Ledger, "append", full)
+        assert train("run") == 1
+    assert checkpoints_of(tmp_path / "run") == [4]
+    assert train("run") == 0
+    assert sheet_of(tmp_path / "run")["coverage"]["proved"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_validation_saves_and_the_validation_is_done_later(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    flags = ("--layout.examples-per-microbatch", "1", "--run.grace", "0", "--checkpoint.every", "3")
+    assert train("whole", *flags) == 0
+    with monkeypatch.context() as patch:
+        at_call(patch, 4, lambda: os.kill(os.getpid(), number), training=False)  # the first of the second validation
+        assert train("run", *flags) == 130
+    assert checkpoints_of(tmp_path / "run") == [3, 4]
+    assert sorted(validations(tmp_path / "run")) == [0]
+    assert train("run", *flags) == 0
+    assert same_bits(tmp_path / "whole", tmp_path / "run")
+    assert validations(tmp_path / "run") == validations(tmp_path / "whole")
+
+
+def test_nobody_waits_for_a_slow_disk(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that is due while one is under way is taken after a later update."""
+    digest = checkpoint._digest
+
+    def slow(path: Path) -> str:
+        time.sleep(0.2)
+        return digest(path)
+
+    monkeypatch.setattr(checkpoint, "_digest", slow)
+    assert train("run", "--checkpoint.every", "1", "--validation.every", "0") == 0
+    taken = checkpoints_of(tmp_path / "run")
+    assert taken[-1] == 10
+    assert 2 <= len(taken) < 8
 
 
 # ----------------------------------------------------------------------------------------------- what is told

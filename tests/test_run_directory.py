@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from isostep.config import Config, hash_of, load
-from isostep.distributed.checkpoint import MANIFEST, digest_of, folder_of
+from isostep.distributed.checkpoint import MANIFEST, digest_of, folder_of, manifest_of
 from isostep.errors import InputError
 from isostep.ledger import (
     CheckpointAnnounced,
@@ -25,7 +25,7 @@ from isostep.ledger import (
     RunStarted,
     UpdateDone,
 )
-from isostep.recipe.run_dir import Opening, RunDirectory
+from isostep.recipe.run_dir import Documents, Opening, RunDirectory
 
 
 def started(config: Config, content: str = "c0") -> RunStarted:
@@ -55,21 +55,23 @@ def write(folder: Path, events: list[Event]) -> None:
             ledger.append(event)
 
 
-def checkpoint(folder: Path, after: int) -> CheckpointAnnounced:
+def checkpoint(folder: Path, after: int, content: bytes = b"weights") -> CheckpointAnnounced:
     """A folder that passes for a checkpoint, and its announcement."""
     path = folder / folder_of(after)
     path.mkdir(parents=True)
-    (path / "data").write_bytes(b"weights")
-    digest = hashlib.sha256(b"weights").hexdigest()
+    (path / "data").write_bytes(content)
+    digest = hashlib.sha256(content).hexdigest()
     manifest = {"files": {"data": digest}, "after_attempted": after}
     (path / MANIFEST).write_text(json.dumps(manifest | {"digest": digest_of(manifest)}))
-    return CheckpointAnnounced(after_attempted=after, path=folder_of(after))
+    return CheckpointAnnounced(after_attempted=after, path=folder_of(after), digest=digest_of(manifest))
 
 
 def opened(folder: Path, config: Config | None = None, content: str = "c0", **options: Any) -> Opening:
     config = config or Config()
-    allow = {"allow_changed_what": False, **options}
-    return RunDirectory(str(folder)).open(config, config.what(content), config.how(1), **allow)
+    validation = options.pop("validation", "")
+    now = Documents(config.what(content), config.how(1), config.about_run(validation), options.pop("versions", {}))
+    with RunDirectory(str(folder)) as directory:
+        return directory.open(now, **{"allow_changed_what": False, **options})
 
 
 # ------------------------------------------------------------------------------------------------------- where
@@ -94,6 +96,8 @@ def test_results_without_a_ledger_are_not_overwritten(tmp_path: Path, left: str)
 
 def test_complete_run_is_complete(tmp_path: Path) -> None:
     write(tmp_path, [started(Config()), updated(1), RunEnded(reason="complete")])
+    assert opened(tmp_path).state == "resume", "its weights are gone"
+    (tmp_path / "weights.pt").touch()
     assert opened(tmp_path).state == "complete"
 
 
@@ -103,8 +107,7 @@ def test_unfinished_run_resumes_from_its_last_checkpoint(tmp_path: Path, end: li
     write(tmp_path, events + end)
     opening = opened(tmp_path)
     assert (opening.state, opening.from_update, opening.path) == ("resume", 2, folder_of(2))
-    assert opening.manifest is not None
-    assert opening.manifest["after_attempted"] == 2
+    assert manifest_of(tmp_path / folder_of(2), opening.digest)["after_attempted"] == 2
     assert not opening.changes
 
 
@@ -160,7 +163,11 @@ def test_how_and_run_may_change_and_it_is_said(tmp_path: Path) -> None:
     write(tmp_path, [started(Config()), checkpoint(tmp_path, 2)])
     config = load(None, {"layout.tokens_per_microbatch": "512", "run.epochs": "7", "run.dir": "elsewhere"})
     opening = opened(tmp_path, config)
-    assert opening.changes == {"layout.tokens_per_microbatch": [4096, 512], "run.epochs": [2, 7]}
+    assert opening.changes == {
+        "layout.tokens_per_microbatch": [4096, 512],
+        "run.epochs": [2, 7],
+        "run.dir": ["runs/default", "elsewhere"],
+    }
     assert any("run.epochs was 2, is 7" in line for line in opening.text(tmp_path))
 
 
@@ -203,6 +210,37 @@ def test_another_what_is_taken_where_it_is_allowed(tmp_path: Path) -> None:
     assert opening.changes == {"optimizer.learning_rate": [0.003, 0.1]}
 
 
+@pytest.mark.parametrize(
+    "flags", [{"model.width": "64"}, {"update.seed": "1"}, {"optimizer.name": "sgd"}, {"optimizer.ema_decay": "0.5"}]
+)
+def test_what_cannot_be_carried_on_is_refused_all_the_same(tmp_path: Path, flags: dict[str, str]) -> None:
+    """Another order or model: coverage and checkpoint would not hold."""
+    write(tmp_path, [started(Config()), checkpoint(tmp_path, 2)])
+    with pytest.raises(InputError) as refused:
+        opened(tmp_path, load(None, flags), allow_changed_what=True)
+    assert "--allow-changed-what" not in str(refused.value)
+
+
+def test_keys_without_effect_are_no_change(tmp_path: Path) -> None:
+    write(tmp_path, [started(Config()), checkpoint(tmp_path, 2)])
+    config = load(None, {"optimizer.momentum": "0.5", "schedule.decay": "3"})
+    assert opened(tmp_path, config).changes == {}
+
+
+def test_other_validation_data_is_said_aloud_and_refused_under_a_rule(tmp_path: Path) -> None:
+    write(tmp_path / "free", [started(Config()), checkpoint(tmp_path / "free", 2)])
+    assert opened(tmp_path / "free", validation="v1").changes == {"data.validation_content_hash": ["", "v1"]}
+    ruled = load(None, {"quality.accept_if": "< 1 at 5"})
+    write(tmp_path / "ruled", [started(ruled), checkpoint(tmp_path / "ruled", 2)])
+    with pytest.raises(InputError, match="validation_content_hash"):
+        opened(tmp_path / "ruled", ruled, validation="v1")
+
+
+def test_other_versions_are_said_aloud(tmp_path: Path) -> None:
+    write(tmp_path, [started(Config()), checkpoint(tmp_path, 2)])
+    assert opened(tmp_path, versions={"torch": "9"}).changes == {"versions.torch": [None, "9"]}
+
+
 def test_a_quality_rule_never_changes(tmp_path: Path) -> None:
     write(tmp_path, [started(Config())])
     with pytest.raises(InputError, match="fixed when the run began"):
@@ -234,9 +272,19 @@ def _flip(path: Path) -> None:
 def test_a_damaged_checkpoint_is_refused_and_says_what_to_do(tmp_path: Path, damage: Any) -> None:
     write(tmp_path, [started(Config()), checkpoint(tmp_path, 2), checkpoint(tmp_path, 4)])
     damage(tmp_path / folder_of(4))
+    opening = opened(tmp_path)
     with pytest.raises(InputError, match=f"{folder_of(4)}.*remove that folder"):
-        opened(tmp_path)
+        manifest_of(tmp_path / folder_of(4), opening.digest)
     assert (tmp_path / folder_of(2)).exists()
+
+
+def test_a_checkpoint_of_another_run_under_the_right_name_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, [started(Config()), checkpoint(tmp_path, 2)])
+    (tmp_path / folder_of(2)).rename(tmp_path / "gone")
+    checkpoint(tmp_path, 2, content=b"others")
+    assert manifest_of(tmp_path / folder_of(2))
+    with pytest.raises(InputError, match=MANIFEST):
+        manifest_of(tmp_path / folder_of(2), opened(tmp_path).digest)
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:

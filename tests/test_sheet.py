@@ -197,16 +197,18 @@ def test_partial_groups_of_a_budget_of_tokens(padding: int, partial: int) -> Non
 def test_a_resume_with_other_settings_holds_from_there_on() -> None:
     """Update 6 has norm 1.0: clipped at 0.9, which the resume before it brought; update 2 with 0.5 never is."""
     changes = {"optimizer.clip_norm": [1.0, 0.9], "run.purpose": ["trial", "accepted"], "run.epochs": [3, 5]}
-    resume = Resumed(time=3005, from_update=4, what_override=True, how=how(1), changes=changes)
+    resume = Resumed(time=3005, from_update=4, what_override=True, how=how(1), changes=changes,
+                     facts={"planned_updates": 10}, versions={"torch": "9"}, what_hash="b2")  # fmt: skip
     events = written()
     document = sheet([*events[:20], resume, *events[20:]])
     assert document["clipping"] == {"clip_norm": 0.9, "clipped_updates": 3}
     assert document["purpose"] == "accepted"
     assert document["updates"]["planned"] == 10
+    assert (document["versions"], document["what_hash"]) == ({"torch": "9"}, "b2")
     assert document["layouts"][1]["updates"] == 4
     assert document["what"]["optimizer"]["clip_norm"] == 0.9
     assert WHAT["optimizer"]["clip_norm"] == 1.0
-    assert "what a1b2c3; changed since, by a resume" in lines(document)
+    assert "what b2; changed by a resume" in lines(document)
     assert "optimizer.clip_norm 1.0 -> 0.9" in " ".join(lines(document))
     assert "told to go on with another WHAT" in " ".join(lines(document))
 

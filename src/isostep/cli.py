@@ -134,6 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except IsostepError as error:
         print(f"isostep: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads any more: `... | head`
+        return 1
     except OSError as error:
         print(f"isostep: {of_system(error)}", file=sys.stderr)
         return 1

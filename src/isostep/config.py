@@ -1,8 +1,9 @@
 """The configuration of a run: sections of a TOML file, each key of which is also a flag.
 
 WHAT one update is (`[update] [precision] [model] [data] [optimizer] [schedule]`), HOW it is laid out (`[layout]`), and
-the RUN around it (`[validation] [checkpoint] [run] [quality]`). The hash of WHAT names the experiment; HOW may change
-whenever a run resumes, and so may most of RUN. Imports no torch.
+the RUN around it (`[validation] [checkpoint] [run] [quality]`). The hash of WHAT names the experiment, but for its
+length and for what the defaults of libraries decide; HOW may change whenever a run resumes, and so may most of RUN.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from .errors import InputError
 
@@ -25,6 +27,13 @@ class Section(BaseModel):
     """A section of the file: frozen, no unknown keys, no conversion between types but int to float."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _no_number(cls, value: Any) -> Any:
+        if value in ("nan", "inf", "-inf"):
+            raise PydanticCustomError("number", "another text, since in a ledger it stands for a number")
+        return value
 
 
 class Update(Section):
@@ -197,6 +206,19 @@ class Quality(Section):
         return self
 
 
+WHAT = ("update", "precision", "model", "optimizer", "schedule")
+"""Sections that are WHAT as they stand."""
+
+WITHOUT_EFFECT = {
+    "adamw": ("momentum",),
+    "sgd": ("betas",),
+    "constant": ("decay", "total", "final_factor"),
+    "linear": ("decay",),
+    "cosine": ("decay",),
+}
+"""Keys that an optimizer or a shape of schedule does not look at."""
+
+
 class Config(Section):
     """All sections of a file."""
 
@@ -213,20 +235,23 @@ class Config(Section):
     quality: Quality = Field(default_factory=Quality)
 
     def what(self, content_hash: str) -> dict[str, Any]:
-        """WHAT as a document, with the data by content and not by path."""
-        sections = ("update", "precision", "model", "optimizer", "schedule")
-        return {name: getattr(self, name).model_dump(mode="json") for name in sections} | {
-            "data": {"content_hash": content_hash}
-        }
+        """WHAT as a document: the data by content and not by path, and without keys that have no effect here."""
+        what = {name: getattr(self, name).model_dump(mode="json") for name in WHAT}
+        for section, kind in (("optimizer", self.optimizer.name), ("schedule", self.schedule.shape)):
+            for key in WITHOUT_EFFECT.get(kind, ()):
+                del what[section][key]
+        return what | {"data": {"content_hash": content_hash}}
 
     def how(self, replicas: int) -> dict[str, Any]:
         """HOW as a document, with the number of replicas that there really are."""
         return self.layout.model_dump(mode="json") | {"replicas": replicas}
 
-    def about_run(self) -> dict[str, Any]:
-        """RUN as a document."""
+    def about_run(self, validation_content_hash: str = "") -> dict[str, Any]:
+        """RUN as a document; where the data comes from is in it, and what the validation data holds."""
         sections = ("data", "validation", "checkpoint", "run", "quality")
-        return {name: getattr(self, name).model_dump(mode="json") for name in sections}
+        run = {name: getattr(self, name).model_dump(mode="json") for name in sections}
+        run["data"]["validation_content_hash"] = validation_content_hash
+        return run
 
 
 def hash_of(what: Mapping[str, Any]) -> str:
@@ -274,8 +299,8 @@ def load(path: str | None = None, flags: Mapping[str, str] | None = None) -> Con
     for key, text in (flags or {}).items():
         section, _, name = key.partition(".")
         if isinstance(document.setdefault(section, {}), dict):
-            document[section][name] = _value_of(text, fields[key])
-            if (other := EXCLUSIVE.get(key)) not in (flags or {}) and other is not None:
+            document[section][name] = value = _value_of(text, fields[key])
+            if value is not None and (other := EXCLUSIVE.get(key)) not in (flags or {}) and other is not None:
                 document[section].pop(other.partition(".")[2], None)
     try:
         return Config.model_validate(document)
@@ -296,10 +321,10 @@ def _read(path: str) -> dict[str, Any]:
 
 def _value_of(text: str, field: FieldInfo) -> Any:
     """A flag's text as the TOML value that it stands for; text stays text where the key holds some."""
+    if text == "none" and type(None) in get_args(field.annotation):
+        return None
     if field.annotation in (str, str | None):
         return text
-    if text == "none":
-        return None
     try:
         document = tomllib.loads(f"x = {text}")
     except (ValueError, RecursionError):
@@ -362,9 +387,6 @@ def _one_of(values: Any, first: str, second: str, default: int) -> Any:
     return values if given else {**values, first: default}
 
 
-# --------------------------------------------------------------------------------------------- the reference page
-
-
 def expected_of(field: FieldInfo) -> str:
     """The values of a key, in words."""
     names = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "none"}
@@ -386,32 +408,3 @@ def default_of(field: FieldInfo) -> str:
     """The default of a key as TOML; empty where there is none."""
     value = field.default
     return "" if value is None else json.dumps(list(value) if isinstance(value, tuple) else value)
-
-
-def reference() -> str:
-    """docs/config.md."""
-    lines = [
-        "# Configuration",
-        "",
-        "<!-- Written by `python -m isostep.config`; a test compares. -->",
-        "",
-        "`isostep train RUN.toml` reads these keys; each is a flag too (`--section.key VALUE`), and flags win. A key",
-        "without a default may be left out. WHAT names the experiment: a run does not resume under another one. HOW",
-        "may change at every resume and changes no update. RUN may change too, except `[quality]`, which is fixed.",
-        "",
-    ]
-    kinds = dict.fromkeys(("update", "precision", "model", "data", "optimizer", "schedule"), "WHAT") | {"layout": "HOW"}
-    for section, field in Config.model_fields.items():
-        about = " ".join((field.annotation.__doc__ or "").split())  # type: ignore[union-attr]
-        lines += [f"## [{section}] ({kinds.get(section, 'RUN')})", "", about, "", "| key | value | default | meaning |"]
-        lines.append("|---|---|---|---|")
-        for key, info in keys():
-            if key.startswith(f"{section}."):
-                default = f"`{default_of(info)}`" if default_of(info) else ""
-                lines.append(f"| `{key.partition('.')[2]}` | {expected_of(info)} | {default} | {info.description} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(reference(), end="")

@@ -74,7 +74,10 @@ class Work(Protocol):
 
 @dataclass
 class Engine:
-    """Everything that an update works on. One per model; every replica holds the same values."""
+    """Everything that an update works on. One per model; every replica holds the same values.
+
+    intact: whether parameters and optimizers are as an update left them, and no optimizer failed half-way.
+    """
 
     model: nn.Module
     gradients: GradientSums
@@ -91,6 +94,7 @@ class Engine:
     seed: int = 0
     examples_that_fit: int | None = None
     stop: StopRequest = field(default_factory=StopRequest)
+    intact: bool = True
 
     def precision(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)

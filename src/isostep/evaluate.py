@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from .comm import leaving
 from .counting import counted_from, total_counts
 from .engine import Attempt, Counted, Engine, Microbatch
-from .errors import InputError
+from .errors import AbandonedError, InputError
 from .ledger import Counts
 from .memory import half, is_out_of_memory
 from .objective import to_device
 from .randomness import preserved
 from .result import objective_value, term_means
 from .units import all_equal, derive_key, marks
-from .verdicts import raise_shared
+from .verdicts import evaluation_abandoned, raise_shared
 
 Share: TypeAlias = Callable[[int], Iterable[Microbatch]]
 
@@ -51,7 +51,8 @@ def evaluate(
 
     Runs in evaluation mode without gradients; modes and random generators are put back. Where memory runs out on one
     replica, all begin again with half of the examples per microbatch, and training keeps its own. Raises on every
-    replica if one failed, or if they were given different data, sizes or models.
+    replica if one failed, if they were given different data, sizes or models, and AbandonedError where the grace of a
+    stop request was over on one.
     """
     module = engine.model if model is None else model
     current, halvings = examples_per_microbatch, 0
@@ -75,15 +76,20 @@ def _attempted(
     """Counts and sums over all replicas; None where memory ran out on one. `key` must be the same on all."""
     error, totals, sums = _run(engine, model, microbatches)
     out_of_memory = error is not None and is_out_of_memory(error)
-    host = [error is not None and not out_of_memory, out_of_memory, *marks(key), *totals]
-    (failed, oom, mark, mark_squared, *values), group_sums = engine.comm.sum("evaluate", host, sums).wait()
+    abandoned = isinstance(error, AbandonedError)
+    failed_here = error is not None and not out_of_memory and not abandoned
+    host = [failed_here, out_of_memory, abandoned, *marks(key), *totals]
+    (failed, oom, abandon, mark, mark_squared, *values), group_sums = engine.comm.sum("evaluate", host, sums).wait()
     if failed:
-        raise_shared(engine.comm, None if out_of_memory else error, "evaluation")
+        raise_shared(engine.comm, error if failed_here else None, "evaluation")
     if not all_equal(mark, mark_squared, engine.comm.replicas):
         raise InputError.of(
             "evaluation data", "other examples, microbatches or model here", "the same on every replica",
             "give all the same data, examples_per_microbatch and model",
         )  # fmt: skip
+    if abandon:
+        engine.stop.answer()
+        raise evaluation_abandoned()
     if oom:
         return None
     assert group_sums is not None
@@ -100,6 +106,8 @@ def _run(
     sums = torch.zeros(len(terms), dtype=torch.float64, device=engine.device)
     with attempt.recording(), evaluating(model), preserved(engine.device), torch.no_grad():
         for microbatch in microbatches:
+            if engine.stop.overdue:
+                raise evaluation_abandoned()
             batch = to_device(microbatch.batch, engine.device)
             with engine.precision():
                 outputs = engine.forward(model, batch)

@@ -27,8 +27,7 @@ def build_optimizers(model: nn.Module, settings: config.Optimizer) -> list[torch
         the rest: embeddings, output head and gains. Updates of Muon are scaled to the size of AdamW's (Liu et al.
         2025, arXiv 2502.16982), so both share the learning rate and the weight decay.
 
-    Weight decay is for parameters of two or more dimensions, embeddings among them; for others it is 0. Every group
-    has `lr` and, as for torch's schedulers, `initial_lr`; both are the peak at first.
+    Weight decay is for parameters of two or more dimensions, embeddings among them; for others it is 0.
     Raises InputError for a model without trainable parameters, and for "muon" without block matrices.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -43,9 +42,6 @@ def build_optimizers(model: nn.Module, settings: config.Optimizer) -> list[torch
         optimizers = [_adamw(parameters, settings)]
     else:
         optimizers = _muon(parameters, block_matrices(model), settings)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["initial_lr"] = settings.learning_rate
     return optimizers
 
 

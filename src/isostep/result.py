@@ -38,7 +38,7 @@ class UpdateResult:
     coverage: the ids that went into forward, over all replicas; None where batches carry none.
     grad_norm: global 2-norm before clipping; None for an empty update.
     loss_scale: the scale of this update's backward; None without one.
-    examples_per_microbatch: the largest microbatch, after `halvings` because memory ran out.
+    examples_per_microbatch: the largest microbatch, after `halvings` because memory ran out; `..._tried` before them.
     stop_requested: some replica asked to end the run after this update.
     """
 
@@ -53,6 +53,7 @@ class UpdateResult:
     learning_rates: tuple[float, ...]
     loss_scale: float | None
     examples_per_microbatch: int
+    examples_per_microbatch_tried: int
     halvings: int
     stop_requested: bool
     _objective: Objective = field(repr=False)

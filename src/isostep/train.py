@@ -20,18 +20,9 @@ from . import __version__
 from .config import Config, hash_of
 from .data.groups import DataGroup
 from .data.text import load_split
-from .distributed.checkpoint import CheckpointWriter, load_tensors, reason_of
+from .distributed.checkpoint import CheckpointWriter, folder_of, load_tensors, manifest_of, reason_of
 from .distributed.comm import everyone, first_ranks, on_first_rank
-from .errors import (
-    AbandonedError,
-    CoverageError,
-    InputError,
-    IsostepError,
-    NonFiniteError,
-    OutOfMemoryError,
-    PeerError,
-    PeerLostError,
-)
+from .errors import AbandonedError, InputError, IsostepError, OutOfMemoryError
 from .ledger import (
     CheckpointAnnounced,
     Counts,
@@ -47,16 +38,13 @@ from .ledger import (
 )
 from .recipe.build import Training, build, grouped
 from .recipe.reporter import Reporter
-from .recipe.run_dir import Opening, RunDirectory
+from .recipe.run_dir import AVERAGE, WEIGHTS, Documents, Opening, RunDirectory
 from .recipe.state import capture, restore
 from .recipe.watch import MemoryWatch
 from .result import UpdateResult
 
-WEIGHTS = "weights.pt"
-AVERAGE = "average.pt"
 SAME_SIGNAL = 2.0
-NOTHING_APPLIED = (CoverageError, NonFiniteError, PeerError, PeerLostError)
-"""Errors of an update after which this replica is as it was before it."""
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def train_worker(config: Config, allow_changed_what: bool = False, quiet: bool = False) -> None:
@@ -66,47 +54,77 @@ def train_worker(config: Config, allow_changed_what: bool = False, quiet: bool =
     saved; InputError, and whatever an update raises.
     """
     train, validation = load_split(config.data, config.model.context_length)
-    contents = everyone(train.content_hash())
+    contents = everyone((train.content_hash(), validation.content_hash()))
     if len(set(contents)) > 1:
         raise InputError.of("data", contents, "the same on every worker", "give every machine the same files")
-    what, how = config.what(contents[0]), config.how(len(contents))
+    now = Documents(
+        config.what(contents[0][0]), config.how(len(contents)), config.about_run(contents[0][1]), versions()
+    )
     with RunDirectory(config.run.dir) as directory:
-        opening = on_first_rank(partial(directory.open, config, what, how, allow_changed_what=allow_changed_what))
+        opening = on_first_rank(partial(directory.open, now, allow_changed_what=allow_changed_what))
         if opening.state == "complete":
             if directory.held:
                 print(*opening.text(directory.path), sep="\n", file=sys.stderr)
             return
+        manifest = read_manifest(opening, directory)
         training = build(config, train, validation)
         watch = MemoryWatch(training.device)
-        fit_microbatches(training, opening, how)
-        place(training, opening, directory, how)
-        run = Run(training, directory, opening, what, how, watch, quiet=quiet)
+        fit_microbatches(training, manifest, now.how)
+        place(training, opening, manifest, directory, now.how)
+        run = Run(training, directory, opening, now, watch, quiet=quiet)
         with stop_on_signal(training):
             run.to_the_end()
     if run.reason == "stopped":
         raise KeyboardInterrupt
 
 
-def fit_microbatches(training: Training, opening: Opening, how: dict[str, Any]) -> None:
+def versions() -> dict[str, str]:
+    """Of what the numbers depend on."""
+    return {
+        "isostep": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def read_manifest(opening: Opening, directory: RunDirectory) -> dict[str, Any] | None:
+    """The manifest of the checkpoint to begin from; every replica reads it all, and none waits for another's reading.
+
+    Raises InputError on every replica where a file is not as it was written on one.
+    """
+    manifest, error = None, None
+    try:
+        if opening.path is not None:
+            manifest = manifest_of(directory.path / opening.path, opening.digest)
+    except InputError as found:
+        error = str(found)
+    if errors := [text for text in everyone(error) if text is not None]:
+        raise InputError(errors[0])
+    return manifest
+
+
+def fit_microbatches(training: Training, manifest: dict[str, Any] | None, how: dict[str, Any]) -> None:
     """Settle `examples_per_microbatch = "auto"`: as before under the same layout, else what fits with the longest."""
     if training.config.layout.examples_per_microbatch != "auto":
         return
-    if opening.manifest is not None and opening.manifest["how"] == how:
-        training.examples_per_microbatch = opening.manifest["examples_per_microbatch"]
+    if manifest is not None and manifest["how"] == how:
+        training.examples_per_microbatch = manifest["examples_per_microbatch"]
         return
     size = training.config.update.examples_per_update or len(training.train)
     at_most = -(-size // training.updater.replicas)
     training.examples_per_microbatch = training.updater.largest_microbatch(training.train, at_most=at_most)
 
 
-def place(training: Training, opening: Opening, directory: RunDirectory, how: dict[str, Any]) -> None:
+def place(
+    training: Training, opening: Opening, manifest: dict[str, Any] | None, directory: RunDirectory, how: dict[str, Any]
+) -> None:
     """Bring the training to where its checkpoint is, if there is one."""
-    if opening.path is not None and opening.manifest is not None:
+    if opening.path is not None and manifest is not None:
         tensors = load_tensors(directory.path / opening.path, training.device)
-        state = opening.manifest["state"]
-        if opening.manifest["how"] != how:
-            state["progress"]["examples_that_fit"] = None
-        restore(training.modules, training.optimizers, training.updater, tensors, state)
+        if manifest["how"] != how:
+            manifest["state"]["progress"]["examples_that_fit"] = None
+        restore(training.modules, training.optimizers, training.updater, tensors, manifest["state"])
     training.groups = grouped(training.config, training.train, training.examples_per_microbatch, training.cursor)
 
 
@@ -114,14 +132,15 @@ class Run:
     """One start of a run, on every replica; `reporter` and `writer` do something on replica 0 alone."""
 
     def __init__(
-        self, training: Training, directory: RunDirectory, opening: Opening, what: dict[str, Any], how: dict[str, Any],
-        watch: MemoryWatch, *, quiet: bool,
+        self, training: Training, directory: RunDirectory, opening: Opening, now: Documents, watch: MemoryWatch, *,
+        quiet: bool,
     ) -> None:  # fmt: skip
-        self.training, self.directory, self.opening = training, directory, opening
-        self.what, self.how, self.watch = what, how, watch
+        self.training, self.directory, self.opening, self.now, self.watch = training, directory, opening, now, watch
         self.updater, self.config = training.updater, training.config
         self.reason: EndReason = "failed"
-        self.saved_at = opening.from_update if opening.path else None
+        self.saved_at = opening.from_update if opening.path else 0
+        self.recorded = self.updater.totals.attempted
+        self.save_is_due = False
         self.evaluated = set(opening.evaluated)
         self.dropped = 0
         self.evaluation_size: int = training.evaluation_size
@@ -133,77 +152,75 @@ class Run:
 
     def to_the_end(self) -> None:
         """All updates that are left, with validation and checkpoints. However it ends, the ledger says so."""
-        message = ""
         with self.reporter:
+            self.begin()
             try:
-                self.begin()
                 self.reason = self.loop()
                 self.end()
             except BaseException as error:
-                self.reason, message = "failed", str(error)
-                with suppress(IsostepError):  # the first error is the one to tell
-                    if isinstance(error, NOTHING_APPLIED):
-                        self.save()
-                    self.finish_saving()
+                with suppress(IsostepError, OSError):  # the first error is the one to tell
+                    self.rescue()
+                with suppress(OSError):
+                    self.reporter.record(RunEnded(reason="failed", message=str(error)))
                 raise
-            finally:
-                self.reporter.record(RunEnded(reason=self.reason, message=message))
+            self.reporter.record(RunEnded(reason=self.reason))
+
+    def rescue(self) -> None:
+        """After an error, save what was applied and recorded before it."""
+        if self.updater.intact and self.recorded == self.updater.totals.attempted:
+            self.save()
+        self.finish_saving()
 
     def begin(self) -> None:
         """Record the start, or the resume with what it changed, and say what is going to happen."""
         if self.writer is not None:
             self.writer.clear(self.opening.announced)
-        if self.opening.state == "new":
-            self.reporter.record(self.started())
-        else:
-            override = self.opening.what_override
-            changes = self.opening.changes
-            self.reporter.record(
-                Resumed(from_update=self.opening.from_update, what_override=override, how=self.how, changes=changes)
-            )
-        for line in [*self.opening.text(self.directory.path), *self.training.announcement(hash_of(self.what))]:
+        self.reporter.record(self.started() if self.opening.state == "new" else self.resumed())
+        for line in [*self.opening.text(self.directory.path), *self.training.announcement(hash_of(self.now.what))]:
             self.reporter.say(line)
-        every, applied = self.config.validation.every, self.updater.totals.applied
-        if applied == 0 or (every and applied % every == 0):
-            self.evaluate()
 
     def started(self) -> RunStarted:
-        config, plan = self.config, self.training.groups.plan
+        now, plan = self.now, self.training.groups.plan
         return RunStarted(
-            what_hash=hash_of(self.what),
-            what=self.what,
-            how=self.how,
-            run={**config.about_run(), "facts": self.training.facts()},
-            versions={
-                "isostep": __version__,
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "numpy": np.__version__,
-            },
+            what_hash=hash_of(now.what),
+            what=now.what,
+            how=now.how,
+            run={**now.run, "facts": self.training.facts()},
+            versions=now.versions,
             num_examples=plan.num_examples,
             seed=plan.seed,
             last_group=plan.last_group,
             examples_per_update=plan.examples_per_update,
         )
 
+    def resumed(self) -> Resumed:
+        return Resumed(
+            from_update=self.opening.from_update,
+            what_override=self.opening.what_override,
+            how=self.now.how,
+            changes=self.opening.changes,
+            what_hash=hash_of(self.now.what),
+            facts=self.training.facts(),
+            versions=self.now.versions,
+        )
+
     def loop(self) -> EndReason:
         """Update upon update, until there is none left or somebody asks to stop."""
         limit = self.config.run.updates
         groups = iter(self.training.groups)
-        while limit is None or self.updater.totals.attempted < limit:
-            group = next(groups, None)
-            self.record_dropped()
-            if group is None:
-                break
-            try:
-                stopping = self.update(group)
-            except AbandonedError as error:
-                self.reporter.say(str(error))
-                stopping = True
-            if stopping:
-                return "stopped"
-            if self.writer is not None:
-                self.writer.poll()
+        try:
+            self.evaluate_if_due()
+            while limit is None or self.updater.totals.attempted < limit:
+                group = next(groups, None)
+                self.record_dropped()
+                if group is None:
+                    break
+                if self.update(group):
+                    return "stopped"
+            self.evaluate()
+        except AbandonedError as error:
+            self.reporter.say(str(error))
+            return "stopped"
         return "complete"
 
     def update(self, group: DataGroup) -> bool:
@@ -216,27 +233,32 @@ class Run:
         memory = self.watch.end_group()
         if self.training.average is not None and result.status == "applied":
             self.training.average.update_parameters(self.training.model)
-        self.record_update(group, result, seconds)
+        self.record_update(result, seconds)
         self.reporter.show_update(result, rate, seconds, memory)
         if result.stop_requested:
             return True
-        attempted, applied = self.updater.totals.attempted, self.updater.totals.applied
-        if self.watch.later_groups is None:
+        every, attempted = self.config.checkpoint.every, self.updater.totals.attempted
+        due = every > 0 and attempted % every == 0
+        if due or self.watch.later_groups is None:
             self.record_memory()
-        if self.config.checkpoint.every and attempted % self.config.checkpoint.every == 0:
-            self.save()
-        every = self.config.validation.every
-        if every and result.status == "applied" and applied % every == 0:
-            self.evaluate()
+        self.save_is_due = self.save_is_due or due
+        if self.writer is not None:
+            self.say_saved(self.writer.poll())
+            if self.save_is_due and not self.writer.busy:  # else after a later update: nobody waits for the disk
+                self.save()
+        if result.status == "applied":
+            self.evaluate_if_due()
         return False
 
-    def end(self) -> None:
-        """The last validation and the last checkpoint, on disk when this returns; and the weights by themselves."""
-        if self.reason == "complete":
+    def evaluate_if_due(self) -> None:
+        every, applied = self.config.validation.every, self.updater.totals.applied
+        if applied == 0 or (every and applied % every == 0):
             self.evaluate()
+
+    def end(self) -> None:
+        """The last checkpoint, on disk when this returns; and the weights by themselves."""
         self.record_memory()
-        if self.saved_at != self.updater.totals.attempted:
-            self.save()
+        self.save()
         self.finish_saving()
         if self.reporter.lead:
             write_weights(self.training.model, self.directory.path / WEIGHTS)
@@ -251,7 +273,6 @@ class Run:
         applied = self.updater.totals.applied
         if applied in self.evaluated:
             return
-        self.evaluated.add(applied)
         training, before = self.training, self.evaluation_size
         try:
             result = self.updater.evaluate(training.validation, examples_per_microbatch=before, model=training.judged)
@@ -261,6 +282,8 @@ class Run:
             self.evaluation_size = 1
             self.reporter.record(Evaluated(after_applied=applied, loss=None, terms={}, counters=Counts()))
             return
+        finally:
+            self.evaluated.add(applied)
         if result.halvings and result.examples_per_microbatch is not None:
             self.evaluation_size = result.examples_per_microbatch
             self.record_out_of_memory("evaluation", before, self.evaluation_size)
@@ -270,35 +293,38 @@ class Run:
         self.reporter.show_evaluation(result)
 
     def save(self) -> None:
-        """Start a checkpoint of everything up to the last update."""
-        if self.writer is None:
-            return
+        """Start a checkpoint of everything up to the last update, unless there is one."""
         training, attempted = self.training, self.updater.totals.attempted
+        self.save_is_due = False
+        if self.writer is None or self.saved_at == attempted:
+            return
         tensors, state = capture(training.modules, training.optimizers, self.updater)
         manifest = {
-            "schema": 1,
-            "isostep": __version__,
-            "what_hash": hash_of(self.what),
             "after_attempted": attempted,
-            "how": self.how,
+            "how": self.now.how,
             "examples_per_microbatch": training.examples_per_microbatch,
             "state": state,
         }
-        self.saved_at = attempted
         self.writer.start(tensors, manifest, attempted)
+        self.saved_at = attempted
 
     def finish_saving(self) -> None:
         if self.writer is not None:
-            self.writer.finish()
+            self.say_saved(self.writer.finish())
 
-    def announce(self, after_attempted: int, path: str) -> None:
-        self.reporter.record(CheckpointAnnounced(after_attempted=after_attempted, path=path))
-        self.reporter.say(f"checkpoint after update {after_attempted} is on disk: {self.directory.path / path}")
+    def announce(self, after_attempted: int, path: str, digest: str) -> None:
+        self.reporter.record(CheckpointAnnounced(after_attempted=after_attempted, path=path, digest=digest))
 
-    def record_update(self, group: DataGroup, result: UpdateResult, seconds: float) -> None:
+    def say_saved(self, after_attempted: int | None) -> None:
+        if after_attempted is not None:
+            folder = self.directory.path / folder_of(after_attempted)
+            self.reporter.say(f"checkpoint after update {after_attempted} is on disk: {folder}")
+
+    def record_update(self, result: UpdateResult, seconds: float) -> None:
         if result.halvings:
-            self.record_out_of_memory("update", group.largest_microbatch, result.examples_per_microbatch)
+            self.record_out_of_memory("update", result.examples_per_microbatch_tried, result.examples_per_microbatch)
         self.reporter.record(result.event(self.updater.totals.attempted, seconds))
+        self.recorded = self.updater.totals.attempted
 
     def record_out_of_memory(self, during: Literal["update", "evaluation"], before: int, after: int) -> None:
         self.reporter.say(f"out of memory with {before} examples per microbatch in {during}: going on with {after}")
@@ -351,7 +377,7 @@ def write_weights(module: nn.Module, path: Path) -> None:
 
 @contextmanager
 def stop_on_signal(training: Training) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the run after the update under way, or without it where that takes longer than the grace.
+    """Ctrl-C, SIGTERM and SIGHUP end the run after the update under way, or without it if that outlasts the grace.
 
     A second signal does not wait for it. What arrives within `SAME_SIGNAL` seconds is one signal: a terminal sends it
     to every process, and the launcher passes its own on.
@@ -366,7 +392,7 @@ def stop_on_signal(training: Training) -> Iterator[None]:
         elif now - first[0] > SAME_SIGNAL:
             training.updater.request_stop(grace=0.0)
 
-    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, handler) for number in STOPPING}
     try:
         yield
     finally:

@@ -39,10 +39,10 @@ def run(engine: Engine, group: Work) -> UpdateResult:
     """
     if engine.examples_that_fit is not None and group.divisible:
         group = group.limited(engine.examples_that_fit)
-    halvings = 0
+    halvings, tried = 0, group.largest_microbatch
     with preserved(engine.device), leaving(engine.comm):
         try:
-            while (result := attempted(engine, group, halvings)) is None:
+            while (result := attempted(engine, group, tried, halvings)) is None:
                 group = halved(engine, group)
                 halvings += 1
         except AbandonedError:
@@ -53,7 +53,7 @@ def run(engine: Engine, group: Work) -> UpdateResult:
     return result
 
 
-def attempted(engine: Engine, group: Work, halvings: int) -> UpdateResult | None:
+def attempted(engine: Engine, group: Work, tried: int, halvings: int) -> UpdateResult | None:
     """The five phases in order. None where memory ran out in phase 2: nothing has changed, replay the group."""
     engine.gradients.begin()
     try:
@@ -83,6 +83,7 @@ def attempted(engine: Engine, group: Work, halvings: int) -> UpdateResult | None
         learning_rates=rates,
         loss_scale=counted.loss_scale,
         examples_per_microbatch=group.largest_microbatch,
+        examples_per_microbatch_tried=tried,
         halvings=halvings,
         stop_requested=verdict.stop_requested,
         _objective=engine.objective,
@@ -354,12 +355,14 @@ def apply(engine: Engine, group: Work, attempt: Attempt, counted: Counted) -> tu
     if not any_present:
         raise InputError.of("gradients", "none", "a gradient for some parameter", "let the loss depend on the model")
     with final(engine):
+        engine.intact = False
         for optimizer in engine.optimizers:
             optimizer.step()
         if engine.loss_scale is not None:
             engine.loss_scale.record(finite=True)
         for scheduler in engine.schedulers:
             scheduler.step()
+        engine.intact = True
     return "applied", norm
 
 

@@ -217,12 +217,20 @@ class Updater:
             self._engine, data, at_most=at_most, lengths=lengths, collate=collate, fraction=fraction
         )
 
+    @property
+    def intact(self) -> bool:
+        """Whether parameters and optimizers are as the last update left them, also after an error: fit to be saved.
+
+        False where an optimizer or scheduler failed half-way.
+        """
+        return self._engine.intact
+
     def request_stop(self, grace: float | None = None) -> None:
         """Ask all replicas to stop: the `stop_requested` of the next result is true on every one of them.
 
         grace: seconds from now. Where this replica has microbatches left to run when they are over, it runs no more,
-        and `update` raises AbandonedError on every replica; a later call may shorten this, not extend it. The others
-        still finish their microbatches, unless they are asked as well.
+        and `update` or `evaluate` raises AbandonedError on every replica; a later call may shorten this, not extend
+        it. The others still finish their microbatches, unless they are asked as well.
 
         Safe to call in a signal handler.
         """

@@ -28,6 +28,14 @@ def abandoned(group: Work) -> AbandonedError:
     )
 
 
+def evaluation_abandoned() -> AbandonedError:
+    """The same for an evaluation."""
+    return AbandonedError(
+        "evaluation: got a stop request whose grace was over before its end, expected it to be done by then; it is "
+        "abandoned: evaluate again when you resume"
+    )
+
+
 def check_coverage(group: Work, seen: Coverage) -> None:
     """Raise CoverageError unless the examples that went into forward are the group's, each once."""
     if group.coverage is not None and seen != group.coverage:

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         if launched_rank():
             raise
-        raise KeyboardInterrupt(stopped(folder)) from None
+        raise KeyboardInterrupt(stopped(folder, args.json)) from None
     if launched_rank():
         return 0
     document = write_sheet(folder)
@@ -88,12 +88,13 @@ def flags_of(args: argparse.Namespace) -> dict[str, str]:
     return {key: given[key] for key, _ in keys() if given[key] is not None}
 
 
-def stopped(folder: Path) -> str:
+def stopped(folder: Path, json_file: str | None) -> str:
     """What to tell after a signal. Writes the sheet if the run had begun."""
     try:
         document = write_sheet(folder)
     except IsostepError:
         return ""
+    write_json(json_file, document)
     attempted = document["updates"]["attempted"]
     if document["state"] != "stopped":
         return ""
@@ -104,8 +105,10 @@ def write_sheet(folder: Path) -> dict[str, Any]:
     """The sheet of a run, also as files in its folder. Raises IsostepError where they cannot be written."""
     document = sheet(read_run(folder))
     for name, text in (("sheet.json", json.dumps(document, indent=2)), ("sheet.txt", sheet_text(document))):
+        partial = folder / f"{name}.partial"
         try:
-            (folder / name).write_text(text + "\n", encoding="utf-8")
+            partial.write_text(text + "\n", encoding="utf-8")
+            partial.replace(folder / name)
         except OSError as error:
             raise IsostepError(
                 f"{folder / name}: got {error.strerror}, expected room and access for it; mend that, then give the "

@@ -41,12 +41,12 @@ def folder_of(after_attempted: int) -> str:
 class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time, and keeps the last `keep` announced ones.
 
-    group: the ranks that hold one replica; its first rank is this process. announce(after_attempted, path): called
-    here, in the thread that calls `poll` or `finish`, when a checkpoint is durable.
+    group: the ranks that hold one replica; its first rank is this process. announce(after_attempted, path, digest):
+    called in the background, as soon as a checkpoint is durable.
     """
 
     def __init__(
-        self, run_dir: Path, keep: int, group: dist.ProcessGroup, announce: Callable[[int, str], None]
+        self, run_dir: Path, keep: int, group: dist.ProcessGroup, announce: Callable[[int, str, str], None]
     ) -> None:
         self._run_dir, self._keep, self._group, self._announce = run_dir, keep, group, announce
         self._background = ThreadPoolExecutor(1, "isostep-checkpoint")
@@ -60,6 +60,11 @@ class CheckpointWriter:
             if f"{CHECKPOINTS}/{folder.name}" not in announced:
                 shutil.rmtree(folder)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is under way, so that `start` would wait."""
+        return self._under_way is not None and not self._under_way[1].done()
+
     def start(self, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], after_attempted: int) -> None:
         """Copy the tensors and write them in the background, when what was under way is finished.
 
@@ -67,30 +72,33 @@ class CheckpointWriter:
         """
         self.finish()
         path = self._run_dir / folder_of(after_attempted)
+        assert folder_of(after_attempted) not in self._announced, "an announced checkpoint is never written again"
         partial = path.with_name(path.name + PARTIAL)
-        for folder in (path, partial):
-            shutil.rmtree(folder, ignore_errors=True)
         try:
+            for folder in (path, partial):
+                shutil.rmtree(folder, ignore_errors=True)
             partial.mkdir(parents=True)
+            sync_folder(self._run_dir)
             saving = async_save(
                 dict(tensors),
                 storage_writer=FileSystemWriter(partial, sync_files=True),
                 process_group=self._group,
             )
         except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
             raise _failed(after_attempted, error) from error
         assert isinstance(saving, Future)
-        self._under_way = after_attempted, self._background.submit(_complete, saving, path, dict(manifest))
+        written = self._background.submit(self._complete, saving, path, dict(manifest), after_attempted)
+        self._under_way = after_attempted, written
 
-    def poll(self) -> None:
-        """Announce the checkpoint that was under way if it is durable by now. Raises as `start`."""
-        if self._under_way is not None and self._under_way[1].done():
-            self.finish()
+    def poll(self) -> int | None:
+        """The number of the checkpoint that was under way, if it has been announced by now. Raises as `start`."""
+        return None if self.busy else self.finish()
 
-    def finish(self) -> None:
-        """Wait for the checkpoint that is under way, and announce it. Raises as `start`."""
+    def finish(self) -> int | None:
+        """Wait until the checkpoint that is under way is announced; returns its number. Raises as `start`."""
         if self._under_way is None:
-            return
+            return None
         (after_attempted, written), self._under_way = self._under_way, None
         try:
             written.result()
@@ -100,25 +108,25 @@ class CheckpointWriter:
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             raise _failed(after_attempted, error) from error
-        self._announce(after_attempted, folder_of(after_attempted))
+        return after_attempted
+
+    def _complete(self, saving: Future[Any], path: Path, manifest: dict[str, Any], after_attempted: int) -> None:
+        """In the background: when the tensors are written, their digests, the folder's name, and the announcement."""
+        saving.result()
+        partial = path.with_name(path.name + PARTIAL)
+        manifest["files"] = {file.name: _digest(file) for file in sorted(partial.iterdir())}
+        manifest["digest"] = digest_of(manifest)
+        with open(partial / MANIFEST, "w", encoding="utf-8") as file:
+            json.dump(manifest, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(partial)
+        partial.rename(path)
+        sync_folder(path.parent)
+        self._announce(after_attempted, folder_of(after_attempted), manifest["digest"])
         self._announced.append(folder_of(after_attempted))
         while len(self._announced) > self._keep:
             shutil.rmtree(self._run_dir / self._announced.pop(0), ignore_errors=True)
-
-
-def _complete(saving: Future[Any], path: Path, manifest: dict[str, Any]) -> None:
-    """In the background: wait for the tensors, write their digests, and give the folder its name."""
-    saving.result()
-    partial = path.with_name(path.name + PARTIAL)
-    manifest["files"] = {file.name: _digest(file) for file in sorted(partial.iterdir())}
-    manifest["digest"] = digest_of(manifest)
-    with open(partial / MANIFEST, "w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(partial)
-    partial.rename(path)
-    sync_folder(path.parent)
 
 
 def digest_of(manifest: Mapping[str, Any]) -> str:
@@ -153,12 +161,15 @@ def reason_of(error: BaseException) -> str:
     return "no room for the whole file" if "unexpected pos" in text or "failed writing" in text else text
 
 
-def manifest_of(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files all are as they were written. Raises InputError for any other."""
+def manifest_of(path: Path, digest: str = "") -> dict[str, Any]:
+    """The manifest of a checkpoint whose files all are as they were written. Raises InputError for any other.
+
+    digest: that it was announced with, if known.
+    """
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         files = dict(manifest["files"])
-        odd = None if manifest["digest"] == digest_of(manifest) else MANIFEST
+        odd = None if manifest["digest"] == digest_of(manifest) == (digest or manifest["digest"]) else MANIFEST
         odd = odd or next((name for name, digest in files.items() if _digest(path / name) != digest), None)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise _corrupt(path, f"{type(error).__name__}: {error}") from None

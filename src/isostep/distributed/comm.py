@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ..comm import Comm, Solo
-from ..errors import InputError, PeerLostError
+from ..errors import InputError, PeerLostError, of_system
 from ..gradients import GradientSums
 from ..units import all_equal, marks
 from .reduce import GradientReducer
@@ -348,13 +348,13 @@ def everyone(value: Any) -> list[Any]:
 
 
 def on_first_rank(function: Callable[[], Any]) -> Any:
-    """What a function returns on rank 0 of the world, on every rank; an InputError of it is raised on every rank."""
+    """What a function returns on rank 0 of the world, on every rank; an error of its input is raised on every rank."""
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             outcome[0] = function()
-        except InputError as error:
-            outcome[1] = str(error)
+        except (InputError, OSError) as error:
+            outcome[1] = str(error if isinstance(error, InputError) else of_system(error))
     with _all_answer():
         dist.broadcast_object_list(outcome, 0)
     if outcome[1] is not None:

@@ -45,6 +45,20 @@ class Book:
         return settings
 
     @property
+    def _last_resume(self) -> Resumed | None:
+        return next((event for event in reversed(self.events) if isinstance(event, Resumed)), None)
+
+    @property
+    def versions(self) -> dict[str, Any]:
+        """Of libraries, at the last start."""
+        return (self._last_resume and self._last_resume.versions) or self.started.versions
+
+    @property
+    def what_hash(self) -> str:
+        """Of WHAT at the last start."""
+        return (self._last_resume and self._last_resume.what_hash) or self.started.what_hash
+
+    @property
     def _first_settings(self) -> dict[str, Any]:
         return {"what": self.started.what, "run": self.started.run}
 
@@ -76,8 +90,8 @@ class Book:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the recipe announced about the run."""
-        return find(self.settings, "run", "facts") or {}
+        """What the recipe announced about the run at its last start."""
+        return (self._last_resume and self._last_resume.facts) or find(self.settings, "run", "facts") or {}
 
     @cached_property
     def plan(self) -> GroupPlan:
@@ -92,12 +106,12 @@ class Book:
 
 
 def _changed(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """The settings after a resume's changes: "section.key" -> [before, now], in the document that has the section."""
+    """The settings after a resume's changes: "section.key" -> [before, now], in the document that has the key."""
     settings = {kind: dict(document) for kind, document in settings.items()}
     for key, change in changes.items():
         section, _, name = key.partition(".")
         for document in settings.values():
-            if isinstance(document.get(section), dict) and isinstance(change, list) and change:
+            if name in (document.get(section) or ()) and isinstance(change, list) and change:
                 document[section] = document[section] | {name: change[-1]}
                 break
     return settings

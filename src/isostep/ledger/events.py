@@ -177,12 +177,16 @@ class MemoryObserved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointAnnounced(Event):
-    """A checkpoint is durable at `path`, relative to the run; it has seen this many attempted updates."""
+    """A checkpoint is durable at `path`, relative to the run; it has seen this many attempted updates.
+
+    digest: of its manifest, which has those of its files.
+    """
 
     event: ClassVar[str] = "checkpoint_announced"
 
     after_attempted: int
     path: str
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +194,8 @@ class Resumed(Event):
     """The run continues from a checkpoint that had seen `from_update` attempted updates.
 
     Events of later attempts that stand before this one are superseded. changes: "section.key" -> [before, now], of
-    everything that is not as it was. what_override: the run was told to continue although WHAT changed.
+    everything that is not as it was. what_override: the run was told to continue although WHAT changed. facts and
+    versions: as of this start; see `RunStarted`.
     """
 
     event: ClassVar[str] = "resumed"
@@ -199,6 +204,9 @@ class Resumed(Event):
     what_override: bool = False
     how: Document
     changes: Document = field(default_factory=dict)
+    what_hash: str = ""
+    facts: Document = field(default_factory=dict)
+    versions: Document = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,13 +2,15 @@
 
 A line is written by one system call, newline included, so a process that dies leaves whole lines and at most
 one torn one at the end, which has no newline. What `append` has returned for survives the death of the
-process; what `sync` has returned for survives the loss of power. One process at a time writes a ledger.
+process; what `sync` has returned for survives the loss of power. One process at a time writes a ledger, from any of
+its threads.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -53,6 +55,7 @@ class Ledger:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._writing = threading.Lock()
         try:
             self._file = FileIO(self.path, "a+")
         except OSError as error:
@@ -82,10 +85,11 @@ class Ledger:
         written whole (a full disk); the file is then as it was before.
         """
         line = to_line(event)
-        written = os.write(self._file.fileno(), line)
-        if written < len(line):
-            self._file.truncate(self._size() - written)
-            raise OSError(errno.ENOSPC, "no room for the whole event", str(self.path))
+        with self._writing:
+            written = os.write(self._file.fileno(), line)
+            if written < len(line):
+                self._file.truncate(self._size() - written)
+                raise OSError(errno.ENOSPC, "no room for the whole event", str(self.path))
         if isinstance(event, DURABLE):
             self.sync()
 

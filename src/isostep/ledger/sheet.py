@@ -69,11 +69,11 @@ def sheet(events: Sequence[Event], *, prove: bool = True) -> dict[str, Any]:
     document = {
         "schema": SCHEMA,
         **_outcome(book),
-        "what_hash": started.what_hash,
+        "what_hash": book.what_hash,
         "what": book.settings["what"],
         "run": book.settings["run"],
         "facts": book.facts,
-        "versions": started.versions,
+        "versions": book.versions,
         "num_examples": started.num_examples,
         "seed": started.seed,
         "layouts": _layouts(book),
@@ -148,21 +148,8 @@ def _updates(book: Book) -> dict[str, Any]:
     return {
         **{name: getattr(book.totals, name) for name in names},
         "superseded_updates": everything - book.totals.attempted,
-        "planned": _planned(book),
+        "planned": book.facts.get("planned_updates"),
     }
-
-
-def _planned(book: Book) -> int | None:
-    """Attempted updates of the whole run: as announced, or anew where a resume changed its length."""
-    announced, now = book.facts.get("planned_updates"), find(book.settings, "run", "run") or {}
-    before = find(book.started.run, "run") or {}
-    if all(now.get(key) == before.get(key) for key in ("epochs", "updates")):
-        return announced
-    if book.started.examples_per_update is None:
-        return now.get("updates")
-    per_epoch, rest = divmod(book.started.num_examples, book.started.examples_per_update)
-    per_epoch += rest > 0 and book.started.last_group == "keep"
-    return min(now["epochs"] * per_epoch, now.get("updates") or 1 << 62)
 
 
 def _per_applied_update(book: Book) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def _run(document: dict[str, Any]) -> list[Row]:
         ("directory", find(document, "run", "run", "dir")),
         ("state", f"{STATES[document['state']]}{message}"),
         ("purpose", document["purpose"] or "-"),
-        ("what", document["what_hash"] + ("; changed since, by a resume" if overridden else "")),
+        ("what", document["what_hash"] + ("; changed by a resume" if overridden else "")),
         ("seed", str(document["seed"])),
         ("versions", versions or "-"),
     ]

@@ -106,12 +106,15 @@ class Training:
     def announcement(self, what_hash: str) -> list[str]:
         """What is going to be trained, a line each."""
         facts = self.facts()
+        total, whole = self.learning_rate.total, _derived_total(self.config, self.groups, self.train)
+        short = total is not None and whole is not None and total < whole
+        end = f"; it ends before the run does, after {total:,} of {whole:,}" if short else ""
         left_out = f", {facts['left_out']:,} too long for the context" if facts["left_out"] else ""
         return [
             f"decoder of {facts['parameters']:,} parameters; what {what_hash[:12]}",
             f"{len(self.train):,} examples to train on{left_out}; {len(self.validation):,} to validate",
             *ladder(self.groups.plan, self.updater.replicas, self.config.model.context_length).splitlines(),
-            f"learning rate: {facts['schedule']}",
+            f"learning rate: {facts['schedule']}{end}",
         ]
 
     def set_learning_rate(self) -> float:
@@ -179,17 +182,16 @@ def grouped(config: Config, train: Any, examples_per_microbatch: int | None, sta
 
 def _derived_total(config: Config, plan: Groups, train: Any) -> int | None:
     """Length of the run in the schedule's unit; None where nobody knows it before."""
-    epochs, limit, per_update = config.run.epochs, config.run.updates, config.update.examples_per_update
-    per_epoch = plan.plan.updates_per_epoch
-    match config.schedule.unit:
-        case "updates":
-            return limit if per_epoch is None else min(epochs * per_epoch, limit or 1 << 62)
-        case "examples" if per_update is not None and per_epoch is not None:
-            used = min(len(train), per_epoch * per_update)  # less where the last group is dropped
-            if limit is None:
-                return epochs * used
-            whole, rest = divmod(min(limit, epochs * per_epoch), per_epoch)
-            return whole * used + min(rest * per_update, used)
-        case "supervised_tokens" if limit is None and config.update.last_group == "keep":
-            return epochs * train.num_supervised_tokens
-    return None if limit is not None or config.update.last_group == "drop" else epochs * len(train)
+    epochs, limit, per_epoch = config.run.epochs, config.run.updates, plan.plan.updates_per_epoch
+    keeps_all = config.update.last_group == "keep"
+    updates = limit if per_epoch is None else min(epochs * per_epoch, limit or 1 << 62)
+    if config.schedule.unit == "updates":
+        return updates
+    if limit is None and keeps_all:
+        return epochs * (len(train) if config.schedule.unit == "examples" else train.num_supervised_tokens)
+    size = config.update.examples_per_update
+    if config.schedule.unit == "examples" and size is not None and per_epoch is not None and updates is not None:
+        used = min(len(train), per_epoch * size)  # less where the last group is dropped
+        whole, rest = divmod(updates, per_epoch)
+        return whole * used + min(rest * size, used)
+    return None

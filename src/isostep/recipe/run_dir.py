@@ -10,31 +10,56 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from ..config import Config
-from ..distributed.checkpoint import CHECKPOINTS, manifest_of
+from ..distributed.checkpoint import CHECKPOINTS
 from ..errors import InputError
 from ..ledger import CheckpointAnnounced, Evaluated, Event, Resumed, RunEnded, RunStarted, read, standing_events
 from ..ledger.sheet import LEDGER
 
 LOCK = "lock"
+WEIGHTS = "weights.pt"
+AVERAGE = "average.pt"
 LENGTH = ("run.epochs", "run.updates")
+
+MAY_BE_ALLOWED = (
+    "optimizer.learning_rate", "optimizer.weight_decay", "optimizer.betas", "optimizer.momentum",
+    "optimizer.clip_norm", "optimizer.ema_decay", "schedule.shape", "schedule.unit", "schedule.warmup",
+    "schedule.decay", "schedule.total", "schedule.final_factor", "precision.dtype",
+)  # fmt: skip
+"""WHAT that a run can go on with, changed. Order, data and model cannot: coverage and checkpoints would not hold."""
+
+RULE = ("quality.accept_if", "quality.metric", "quality.axis", "data.validation_content_hash")
+"""What a quality rule is judged by."""
 
 Settings = dict[str, Any]
 """Every key of a run as "section.key"."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What a run is now, as documents: WHAT, HOW, RUN by section and key, and the versions of libraries."""
+
+    what: dict[str, Any]
+    how: dict[str, Any]
+    run: dict[str, Any]
+    versions: dict[str, Any]
+
+    @property
+    def settings(self) -> Settings:
+        return _flat({**self.what, "layout": self.how, "versions": self.versions}) | _flat(self.run)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
     """How a run begins.
 
-    path, manifest: of the checkpoint that it begins from, relative to the run. announced: the checkpoints that stand,
+    path, digest: of the checkpoint that it begins from, relative to the run. announced: the checkpoints that stand,
     oldest first. changes: key -> [before, now]. evaluated: after how many applied updates there are validations.
     """
 
     state: Literal["new", "resume", "complete"]
     from_update: int = 0
     path: str | None = None
-    manifest: dict[str, Any] | None = None
+    digest: str = ""
     announced: list[str] = field(default_factory=list)
     changes: dict[str, Any] = field(default_factory=dict)
     what_override: bool = False
@@ -72,11 +97,11 @@ class RunDirectory:
     def ledger(self) -> Path:
         return self.path / LEDGER
 
-    def open(self, config: Config, what: dict[str, Any], how: dict[str, Any], *, allow_changed_what: bool) -> Opening:
+    def open(self, now: Documents, *, allow_changed_what: bool) -> Opening:
         """Take hold of the directory and find out where to begin. Changes nothing that an earlier start left.
 
-        Raises InputError for a folder that cannot be used or that another process holds, for a run of another WHAT,
-        and for a last checkpoint that is not as it was written.
+        Raises InputError for a folder that cannot be used or that another process holds, and for a run of another
+        WHAT or quality rule.
         """
         self._take_hold()
         events = read(self.ledger) if self.ledger.exists() else []
@@ -84,10 +109,15 @@ class RunDirectory:
         if started is None:
             self._check_empty()
             return Opening(state="new")
-        changes = _changes(_settings_of(events, started), settings(what, how, config.about_run()))
-        changed_what = [key for key in changes if key in _flat(what) or key in _flat(started.what)]
-        _check_changes(changes, changed_what, allow_changed_what)
+        was = _settings_of(events, started)
+        changes = {
+            k: [was.get(k), now.settings.get(k)] for k in {**was, **now.settings} if was.get(k) != now.settings.get(k)
+        }
+        changed_what = [key for key in changes if key in _flat(now.what) or key in _flat(started.what)]
+        _check_what(changes, changed_what, allow_changed_what)
+        _check_rule(changes, fixed=was.get("quality.accept_if") is not None)
         complete = isinstance(events[-1], RunEnded) and events[-1].reason == "complete"
+        complete = complete and (self.path / WEIGHTS).exists()
         if complete and not changed_what and not any(key in changes for key in LENGTH):
             return Opening(state="complete")
         announced = [event for event in _standing_checkpoints(events) if (self.path / event.path).exists()]
@@ -99,8 +129,7 @@ class RunDirectory:
         )
         if announced:
             last = announced[-1]
-            manifest = manifest_of(self.path / last.path)
-            opening = replace(opening, from_update=last.after_attempted, path=last.path, manifest=manifest)
+            opening = replace(opening, from_update=last.after_attempted, path=last.path, digest=last.digest)
         left = standing_events([*events, Resumed(from_update=opening.from_update, how={})])
         return replace(opening, evaluated=[event.after_applied for event in left if isinstance(event, Evaluated)])
 
@@ -136,49 +165,45 @@ class RunDirectory:
         return self._lock is not None
 
 
-def settings(what: Mapping[str, Any], how: Mapping[str, Any], run: Mapping[str, Any]) -> Settings:
-    """All of a run's settings, by key."""
-    return _flat(what) | _flat({"layout": how}) | _flat({k: v for k, v in run.items() if k != "facts"})
-
-
 def _flat(sections: Mapping[str, Any]) -> Settings:
     return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
 
 
 def _settings_of(events: Sequence[Event], started: RunStarted) -> Settings:
     """The settings of the last start."""
-    found = settings(started.what, started.how, started.run)
+    run = {section: keys for section, keys in started.run.items() if section != "facts"}
+    found = Documents(started.what, started.how, run, started.versions).settings
     for event in events:
         if isinstance(event, Resumed):
             found |= {key: now for key, (_, now) in event.changes.items()}
     return found
 
 
-def _changes(was: Settings, now: Settings) -> dict[str, list[Any]]:
-    """key -> [before, now] of what differs; where a run lies may always change."""
-    keys = [key for key in {**was, **now} if key != "run.dir"]
-    return {key: [was.get(key), now.get(key)] for key in keys if was.get(key) != now.get(key)}
-
-
-def _check_changes(changes: Mapping[str, list[Any]], changed_what: Sequence[str], allowed: bool) -> None:
-    """Raise InputError for a change of WHAT that was not allowed, and for another quality rule."""
-    if changed_what and not allowed:
-        key = changed_what[0]
+def _check_what(changes: Mapping[str, list[Any]], changed_what: Sequence[str], allowed: bool) -> None:
+    """Raise InputError for a change of WHAT that was not allowed or cannot be carried on."""
+    for key in changed_what:
         before, now = changes[key]
+        carried_on = key in MAY_BE_ALLOWED and (key != "optimizer.ema_decay" or (before and now))
+        if carried_on and allowed:
+            continue
         if key == "data.content_hash":
             raise InputError.of(
                 "data", f"content {now[:12]}", f"{before[:12]}, which this run has trained on",
-                "restore the data, or choose another --run-dir (--allow-changed-what goes on with it nevertheless)",
+                "restore the data, or choose another --run-dir",
             )  # fmt: skip
+        allow = " (--allow-changed-what goes on with it nevertheless)" if carried_on else ""
         raise InputError.of(
-            key, now, f"{before!r}, which this run has trained with",
-            "give the same, or choose another --run-dir (--allow-changed-what goes on with it nevertheless)",
-        )  # fmt: skip
-    for key, (before, now) in changes.items():
-        if key.startswith("quality."):
-            raise InputError.of(
-                key, now, f"{before!r}, fixed when the run began", "give the same, or another --run-dir"
-            )
+            key, now, f"{before!r}, which this run has trained with", f"give the same, or another --run-dir{allow}"
+        )
+
+
+def _check_rule(changes: Mapping[str, list[Any]], *, fixed: bool) -> None:
+    """Raise InputError for another quality rule, or other data to judge it by."""
+    for key in RULE if fixed else RULE[:1]:
+        if key in changes:
+            before, now = changes[key]
+            remedy = "give the same, or choose another --run-dir"
+            raise InputError.of(key, now, f"{before!r}, fixed when the run began", remedy)
 
 
 def _standing_checkpoints(events: Sequence[Event]) -> list[CheckpointAnnounced]:

@@ -5,10 +5,12 @@ Knows numbers and nothing of what they come from. Only replica 0 has one.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import IO
@@ -43,6 +45,22 @@ class _State:
     seconds_left: float | None
 
 
+class _Console(Console):
+    """A console that goes quiet when nobody reads any more; rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        go_quiet(self.file)
+
+
+def go_quiet(stream: IO[str]) -> None:
+    """Send what is still written to a broken stream nowhere."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
 class Progress:
     """Shows how far a run is. A context manager: on leaving, however, the display is whole and below is free.
 
@@ -65,7 +83,7 @@ class Progress:
     ) -> None:
         self.planned_updates, self.planned_examples = planned_updates, planned_examples
         self.quiet, self._every, self._clock = quiet, every, clock
-        self._console = console or Console(file=stream or sys.stdout, highlight=False)
+        self._console = console or _Console(file=stream or sys.stdout, highlight=False)
         self._seconds: deque[tuple[float, int]] = deque(maxlen=WINDOW)
         self._examples_before: int | None = None
         self._shown_at: float | None = None
@@ -154,7 +172,10 @@ class Progress:
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-        self._console.file.flush()
+        try:
+            self._console.file.flush()
+        except BrokenPipeError:
+            self._console.on_broken_pipe()
 
     def _line(self, state: _State) -> str:
         """Aligned columns for a log."""
