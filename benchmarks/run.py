@@ -69,7 +69,7 @@ def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float
         if dist.get_world_size() > 1:
             dist.all_reduce(count)
         denominator = count.item()
-        total = torch.zeros(())
+        total = torch.zeros((), device=count.device)
         for batch in microbatches:
             logits = model(batch["input_ids"])
             targets = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)  # shifting the logits would copy them

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from isostep.cli import main
-from isostep.config import EXCLUSIVE, Config, expected_of, hash_of, keys, load, reference
+from isostep.config import EXCLUSIVE, Config, expected_of, hash_of, keys, load
+from isostep.config_page import reference
 
 KEYS: list[tuple[str, Any, str]] = [
     ("update.examples_per_update", 64, "32"),
@@ -32,14 +33,14 @@ KEYS: list[tuple[str, Any, str]] = [
     ("data.validation", None, "other.jsonl"),
     ("data.validation_percent", 5.0, "6"),
     ("data.too_long", "refuse", "cut"),
-    ("optimizer.name", "adamw", "sgd"),
+    ("optimizer.name", "adamw", "muon"),
     ("optimizer.learning_rate", 3e-3, "1e-3"),
     ("optimizer.weight_decay", 0.1, "0"),
     ("optimizer.betas", (0.9, 0.95), "[0.9, 0.99]"),
     ("optimizer.momentum", 0.95, "0.5"),
     ("optimizer.clip_norm", 1.0, "0"),
     ("optimizer.ema_decay", 0.0, "0.9"),
-    ("schedule.shape", "cosine", "linear"),
+    ("schedule.shape", "cosine", "warmup-stable-decay"),
     ("schedule.unit", "updates", "examples"),
     ("schedule.warmup", None, "0"),
     ("schedule.decay", None, "5"),
@@ -63,6 +64,11 @@ KEYS: list[tuple[str, Any, str]] = [
 """Every key with its default and another value. People's files hold these: change them on purpose only."""
 
 WHAT = ("update", "precision", "model", "optimizer", "schedule")
+UNDER = {
+    "optimizer.momentum": {"optimizer.name": "sgd"},
+    "schedule.decay": {"schedule.shape": "warmup-stable-decay"},
+}
+"""Settings under which a key has an effect, where it has none by default."""
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -140,15 +146,23 @@ def test_what_how_and_run_are_json_that_gives_the_configuration_back() -> None:
     documents = config.what("c0"), config.how(2), config.about_run()
     what, how, run = json.loads(json.dumps(documents))
     assert (what, how, run) == documents
+    assert run["data"].pop("validation_content_hash") == ""
     assert what.pop("data") == {"content_hash": "c0"}
     assert Config.model_validate({**what, "layout": how, **run}) == config
 
 
 @pytest.mark.parametrize(("key", "default", "other"), KEYS)
 def test_the_hash_changes_with_what_and_with_nothing_else(key: str, default: Any, other: str) -> None:
-    before, after = (hash_of(config.what("c0")) for config in (Config(), load(None, {key: other})))
+    under = UNDER.get(key, {})
+    before, after = (hash_of(load(None, flags).what("c0")) for flags in (under, under | {key: other}))
     changes = key.partition(".")[0] in WHAT and key != "update.objective"
     assert (before != after) == changes
+
+
+@pytest.mark.parametrize("key", UNDER)
+def test_the_hash_does_not_change_with_a_key_that_has_no_effect(key: str) -> None:
+    other = next(other for name, _, other in KEYS if name == key)
+    assert hash_of(load(None, {key: other}).what("c0")) == hash_of(Config().what("c0"))
 
 
 def test_the_hash_changes_with_the_data_wherever_they_lie() -> None:
@@ -158,4 +172,4 @@ def test_the_hash_changes_with_the_data_wherever_they_lie() -> None:
 
 def test_the_hash_of_the_defaults_is_this() -> None:
     """Ledgers hold it: another one keeps every run from resuming."""
-    assert hash_of(Config().what("c0"))[:16] == "f1f7656af1252cee"
+    assert hash_of(Config().what("c0"))[:16] == "6d12d381089fa622"
