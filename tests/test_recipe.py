@@ -389,6 +389,32 @@ def test_a_changed_what_that_is_allowed_is_recorded(train: Train, tmp_path: Path
     assert "optimizer.learning_rate" in (tmp_path / "run" / "sheet.txt").read_text()
 
 
+def test_a_schedule_that_follows_the_length_is_said_aloud(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--schedule.total", "none")
+    assert train("run", *flags, "--run.epochs", "1") == 0
+    capsys.readouterr()
+    assert train("run", *flags, "--run.epochs", "2") == 0
+    said = capsys.readouterr().out
+    assert "changed: facts.schedule was 'cosine to 0 over 5 updates" in said
+    assert "is 'cosine to 0 over 9 updates, after 1 of warm-up'" in said
+    assert sheet_of(tmp_path / "run")["facts"]["schedule"] == "cosine to 0 over 9 updates, after 1 of warm-up"
+    assert train("run", *flags, "--run.epochs", "3") == 0
+    assert "facts.schedule was 'cosine to 0 over 9" in capsys.readouterr().out
+
+
+def test_what_may_not_be_meant_is_said(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("short", "--schedule.total", "4") == 0
+    assert "note: the schedule ends before the run: after 4 of 10 updates" in capsys.readouterr().out
+    assert train("far", "--quality.axis", "updates", "--quality.accept-if", "< 1 at 99") == 0
+    said = capsys.readouterr().out
+    assert "note: the run ends before the schedule: after 10 of 40 updates" in said
+    assert "note: the quality rule '< 1 at 99' lies beyond the run's end at 10 updates" in said
+    assert train("plain", "--schedule.total", "10") == 0
+    assert "note:" not in capsys.readouterr().out
+
+
 def test_last_group_drop_is_recorded_once_per_epoch(train: Train, tmp_path: Path) -> None:
     assert train("run", "--update.last-group", "drop", "--run.updates", "5") == 0
     assert train("run", "--update.last-group", "drop") == 0

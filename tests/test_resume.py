@@ -42,7 +42,7 @@ GRID = [
     (Way(2, tokens(90)), Way(3, m(2)), TOKENS),
     (Way(3, m(2)), Way(1, tokens(200)), TOKENS),
 ]
-COVERING = 2
+COVERING = 1
 
 
 def arguments(data: Path, folder: Path, budget: tuple[str, ...], *more: str) -> list[str]:

@@ -161,13 +161,3 @@ def test_a_killed_launcher_leaves_no_orphans(tmp_path: Path) -> None:
     process.kill()
     process.communicate(timeout=30)
     assert_nothing_alive(marker, seconds=15)
-
-
-def test_longer_goes_on_and_a_changed_length_is_said_aloud(small_run: tuple[Path, str], tmp_path: Path) -> None:
-    arguments = ("train", "--run-dir", str(tmp_path), *SMALL, "--schedule.total", "36", "--checkpoint.every", "4")
-    assert run(*arguments, "--run.updates", "6").returncode == 0
-    finished = run(*arguments, "--run.updates", "9")
-    assert finished.returncode == 0, finished.stderr
-    assert "changed: run.updates was 6, is 9" in finished.stdout
-    assert run("train", "--run-dir", str(tmp_path / "whole"), *arguments[3:], "--run.updates", "9").returncode == 0
-    assert same_bits(tmp_path, tmp_path / "whole")

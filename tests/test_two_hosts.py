@@ -148,6 +148,7 @@ def own_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("isostep: ")]
 
 
+@pytest.mark.grid
 def test_two_hosts_give_the_run_of_one(hosts: Hosts, tmp_path: Path) -> None:
     arguments = (*SMALL, "--run.updates", "6", "--validation.every", "0")
     started = [

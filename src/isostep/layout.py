@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from .errors import InputError
 from .grouping import GroupPlan
+from .units import count
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,12 @@ def ladder(plan: GroupPlan, replicas: int, context_length: int) -> str:
         if m is not None:
             accumulate = Layout(m, replicas).accumulate(size)
             n = min(size, accumulate * m)
-            rows.append(("replica, per update", n, n * context_length, f"A = {accumulate} microbatches, at most"))
-        rows.append(("update", size, size * context_length, f"D = {replicas} replicas"))
+            rows.append(
+                ("replica, per update", n, n * context_length, f"A = {count(accumulate, 'microbatch')}, at most")
+            )
+        rows.append(("update", size, size * context_length, f"D = {count(replicas, 'replica')}"))
     else:
-        rows.append(("update", None, plan.tokens_per_update, f"D = {replicas} replicas"))
+        rows.append(("update", None, plan.tokens_per_update, f"D = {count(replicas, 'replica')}"))
     return "\n".join([*(_rung(*row) for row in rows), _epoch(plan)])
 
 
@@ -60,4 +63,4 @@ def _epoch(plan: GroupPlan) -> str:
     rest = plan.num_examples % size
     last = f", the last of {rest} examples" if rest and plan.last_group == "keep" else ""
     left_out = f", {rest} examples dropped" if rest and plan.last_group == "drop" else ""
-    return f"{line} = {updates:,} updates{last}{left_out}"
+    return f"{line} = {count(updates, 'update')}{last}{left_out}"

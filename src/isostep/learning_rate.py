@@ -50,7 +50,7 @@ class LearningRate:
         if self.total is None:
             raise InputError.of(
                 "schedule.total", None, f"the number of {_words(self.unit)} at whose end {self.shape} ends",
-                "give it: nobody knows before how many this run applies",
+                "give it, or count in schedule.unit = \"examples\": nobody knows before how many this run applies",
             )  # fmt: skip
         if self.warmup >= self.total:
             raise InputError.of(

@@ -175,6 +175,9 @@ class Run:
         """Record the start, or the resume with what it changed, and say what is going to happen."""
         if self.writer is not None:
             self.writer.clear(self.opening.announced)
+        before, now = self.opening.facts.get("schedule"), self.training.learning_rate.text()
+        if before not in (None, now):
+            self.opening.changes["facts.schedule"] = [before, now]
         self.reporter.record(self.started() if self.opening.state == "new" else self.resumed())
         for line in [*self.opening.text(self.directory.path), *self.training.announcement(hash_of(self.now.what))]:
             self.reporter.say(line)

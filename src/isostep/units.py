@@ -73,3 +73,9 @@ class Coverage:
 
     def __str__(self) -> str:
         return f"{self.hash:016x}/{self.count}"
+
+
+def count(value: int, one: str) -> str:
+    """A count and its noun: 1 example, 1,000 examples."""
+    plural = "es" if one.endswith("ch") else "s"
+    return f"{value:,} {one if value == 1 else one + plural}"

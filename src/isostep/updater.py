@@ -254,6 +254,10 @@ class Updater:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a `state_dict`. Raises InputError where it belongs to another set of optimizers or schedulers."""
         engine = self._engine
+        if missing := [name for name in self.state_dict() if name not in state]:
+            raise InputError.of(
+                "state", f"no {missing[0]}", "a state_dict of an Updater", "give what state_dict() gave"
+            )
         for name, objects in (("optimizers", engine.optimizers), ("schedulers", engine.schedulers)):
             if len(state[name]) != len(objects):
                 raise InputError.of(f"state of {name}", len(state[name]), f"{len(objects)}", "build them as before")

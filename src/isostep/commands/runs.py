@@ -15,6 +15,11 @@ DEFAULT = "runs"
 DEEPEST = 6
 """Levels of folders that are searched for runs."""
 
+LEAST_FIRST = ("purpose", "started (UTC)", "took", "D", "verdict", "loss")
+"""Columns that a narrow terminal does without, in this order."""
+
+NUMBERS = ("applied", "loss", "D")
+
 UNBROKEN = 140
 """Columns of a table that is no terminal's, so that each run is one line."""
 
@@ -83,6 +88,27 @@ def _row(run_dir: Path, folder: Path) -> dict[str, Any]:
     }
 
 
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    """The texts of one run, by heading."""
+    from ..ledger.words import duration, moment, number
+
+    started = moment(row["started"])[:16]
+    if row["state"] == "broken":
+        return {"run": row["name"], "state": "broken", "started (UTC)": started}
+    planned = "" if row["planned"] is None else f"/{row['planned']:,}"
+    return {
+        "run": row["name"],
+        "state": row["state"],
+        "purpose": row["purpose"] or "-",
+        "applied": f"{row['applied']:,}{planned}",
+        "loss": number(row["validation_loss"]),
+        "D": str(row["replicas"] or "-"),
+        "started (UTC)": started,
+        "took": duration(row["wall_seconds"]),
+        "verdict": row["verdict"],
+    }
+
+
 def _show(rows: list[dict[str, Any]], folder: Path) -> None:
     if not rows:
         print(f"no runs in {folder}: `isostep train --run-dir {folder}/first` makes one")
@@ -91,35 +117,22 @@ def _show(rows: list[dict[str, Any]], folder: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..ledger.words import duration, moment, number
-
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for header in ("run", "state", "purpose"):
-        table.add_column(header, overflow="fold")
-    for header in ("applied", "loss", "D"):
-        table.add_column(header, justify="right", no_wrap=True)
-    for header in ("started (UTC)", "took"):
-        table.add_column(header, no_wrap=True)
-    table.add_column("verdict", overflow="fold")
-    for row in rows:
-        if row["state"] == "broken":
-            table.add_row(Text(row["name"]), "broken", "-", "-", "-", "-", moment(row["started"])[:16], "-", "-")
-            continue
-        planned = "" if row["planned"] is None else f"/{row['planned']:,}"
-        table.add_row(
-            Text(row["name"]),
-            row["state"],
-            row["purpose"] or "-",
-            f"{row['applied']:,}{planned}",
-            number(row["validation_loss"]),
-            str(row["replicas"] or "-"),
-            moment(row["started"])[:16],
-            duration(row["wall_seconds"]),
-            row["verdict"],
-        )
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, UNBROKEN)
+    shown = [_cells(row) for row in rows]
+    headers = list(next((cells for cells in shown if "applied" in cells), shown[0]))
+    widths = {h: max(len(h), *(len(cells.get(h, "")) for cells in shown)) for h in headers}
+    for header in LEAST_FIRST:
+        if sum(widths[h] + 1 for h in headers) > console.width and header in headers:
+            headers.remove(header)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for header in headers:
+        table.add_column(
+            header, justify="right" if header in NUMBERS else "left", no_wrap=header != "run", overflow="fold"
+        )
+    for cells in shown:
+        table.add_row(*(Text(cells.get(header, "-")) for header in headers))
     console.print(table)
     for row in rows:
         if row["state"] == "broken":

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..cli import MAX_PROCS, json_path, process_count, write_json
 from ..config import default_of, expected_of, keys, load
 from ..errors import InputError, IsostepError
+from ..ledger import CheckpointAnnounced
 from ..ledger.sheet import read_run, sheet
 from ..ledger.sheet_text import sheet_text
 
@@ -71,6 +73,10 @@ def run(args: argparse.Namespace) -> int:
         if launched_rank():
             raise
         raise KeyboardInterrupt(stopped(folder, args.json)) from None
+    except IsostepError as error:
+        if error.exit_code == 2 or launched_rank():
+            raise
+        raise type(error)(f"{error}{how_to_resume(folder)}") from None
     if launched_rank():
         return 0
     document = write_sheet(folder)
@@ -78,6 +84,15 @@ def run(args: argparse.Namespace) -> int:
     if args.json != "-":
         print(sheet_text(document))
     return 0 if document["coverage"]["proved"] else 1
+
+
+def how_to_resume(folder: Path) -> str:
+    """What is saved of a run that failed, and how it goes on."""
+    with suppress(IsostepError):
+        events = read_run(folder)
+        saved = [event.after_attempted for event in events if isinstance(event, CheckpointAnnounced)]
+        return f"; the same command resumes {folder} after update {saved[-1]}" if saved else ""
+    return ""
 
 
 def flags_of(args: argparse.Namespace) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import socket
 import time
 import weakref
@@ -214,8 +215,8 @@ class ProcessGroupComm:
             missing, reasons = self._reports()
             lost = list(reasons) or missing
             who = f"replica {', '.join(map(str, lost))}" if lost else "another replica"
-            first = next(iter(reasons.values()), str(error)).strip().partition("\n")[0]
-            reason = first[:400] or type(error).__name__
+            said = re.sub(r"^\[[^\]]*\] *", "", str(error).strip()).partition("\n")[0].partition(". ")[0]
+            reason = next(iter(reasons.values()), said)[:400] or type(error).__name__
             raise PeerLostError(
                 f"{phase}: lost {who}, expected all {self.replicas} to answer; what was under way was not applied: "
                 f"see why it ended, then start again from what you saved last ({reason})"
@@ -287,7 +288,12 @@ def _end_quietly() -> None:
     A script that ends right after a collective, without destroy_process_group, is aborted otherwise (torch 2.13: 6 of
     10 runs of two processes; none with this).
     """
-    atexit.register(time.sleep, 0.05)
+    atexit.register(_pause)
+
+
+def _pause() -> None:
+    with suppress(KeyboardInterrupt):
+        time.sleep(0.05)
 
 
 class _PendingSum:

@@ -12,6 +12,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from ..units import count
 from .batch import BatchSizes, Epoch
 from .replicas import Join, ReplicaUpdate, VectorUpdate
 from .tokens import LOOPS, LoopResult, TokenWeights
@@ -55,12 +56,6 @@ def decimal(value: float | Fraction) -> str:
         return str(int(value))
     texts = [f"{float(value):.{digits}g}" for digits in (4, 3, 2)]
     return next((text for text in texts if len(text) <= 7), texts[-1])
-
-
-def count(value: int, one: str) -> str:
-    """A count and its noun: 1 example, 1,000 examples."""
-    plural = "es" if one.endswith("ch") else "s"
-    return f"{value:,} {one if value == 1 else one + plural}"
 
 
 def draw_replicas(update: ReplicaUpdate) -> RenderableType:

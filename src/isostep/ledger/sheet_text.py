@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from ..explain.draw import count
+from ..units import count
 from .words import duration, find, mebibytes, moment, number, whole
 
 WIDTH = 88
@@ -132,7 +132,9 @@ def _microbatch(how: dict[str, Any], mean: float | None) -> str:
     """The budget of a microbatch, and what it came to."""
     examples, tokens = how.get("examples_per_microbatch"), how.get("tokens_per_microbatch")
     budget = f"{tokens:,} tokens, padding counted" if tokens else f"{examples or '-'} examples"
-    return f"at most {budget}" + ("" if mean is None else f"; {mean:.1f} examples on average")
+    return ("auto, what fits" if budget.startswith("auto") else f"at most {budget}") + (
+        "" if mean is None else f"; {mean:.1f} examples on average"
+    )
 
 
 def _spread(spread: dict[str, float] | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ..config import Config
+from ..config import Config, parse_rule
 from ..data.groups import Groups, groups
 from ..data.stdlib_functions import VOCAB_SIZE
 from ..errors import InputError
@@ -106,16 +107,31 @@ class Training:
     def announcement(self, what_hash: str) -> list[str]:
         """What is going to be trained, a line each."""
         facts = self.facts()
-        total, whole = self.learning_rate.total, _derived_total(self.config, self.groups, self.train)
-        short = total is not None and whole is not None and total < whole
-        end = f"; it ends before the run does, after {total:,} of {whole:,}" if short else ""
         left_out = f", {facts['left_out']:,} too long for the context" if facts["left_out"] else ""
         return [
             f"decoder of {facts['parameters']:,} parameters; what {what_hash[:12]}",
             f"{len(self.train):,} examples to train on{left_out}; {len(self.validation):,} to validate",
             *ladder(self.groups.plan, self.updater.replicas, self.config.model.context_length).splitlines(),
-            f"learning rate: {facts['schedule']}{end}",
+            f"learning rate: {facts['schedule']}",
+            *self._notes(),
         ]
+
+    def _notes(self) -> Iterator[str]:
+        """What a user may not have meant."""
+        rule, quality, total = self.config.quality.accept_if, self.config.quality, self.learning_rate.total
+        run = _derived_total(self.config, self.groups, self.train, self.config.schedule.unit)
+        if total is not None and run is not None and total != run:
+            which = "the schedule ends before the run" if total < run else "the run ends before the schedule"
+            yield f"note: {which}: after {min(total, run):,} of {max(total, run):,} {self.config.schedule.unit}"
+        end = _derived_total(self.config, self.groups, self.train, quality.axis)
+        if rule is not None and end is not None and parse_rule(rule)[2] > end:
+            yield f"note: the quality rule {rule!r} lies beyond the run's end at {end:,} {quality.axis}"
+        first, _ = next(self.groups.plan.walk(Cursor(), 1))
+        if len(first.microbatches) < self.updater.replicas:
+            yield (
+                f"note: an update has {len(first.microbatches)} microbatches for {self.updater.replicas} replicas, "
+                "some of which have nothing to do: smaller microbatches would keep them busy"
+            )
 
     def set_learning_rate(self) -> float:
         """Set the learning rate of the next update by what has been applied; returns it."""
@@ -155,7 +171,7 @@ def build(config: Config, train: Any, validation: Any) -> Training:
     size = config.layout.examples_per_microbatch
     size = 1 if size == "auto" else size  # until it is known
     plan = grouped(config, train, size, Cursor())
-    rate = learning_rate_of(config.schedule, _derived_total(config, plan, train))
+    rate = learning_rate_of(config.schedule, _derived_total(config, plan, train, config.schedule.unit))
     return Training(config, model, average, optimizers, updater, train, validation, plan, rate, device, size)
 
 
@@ -180,17 +196,17 @@ def grouped(config: Config, train: Any, examples_per_microbatch: int | None, sta
     )
 
 
-def _derived_total(config: Config, plan: Groups, train: Any) -> int | None:
-    """Length of the run in the schedule's unit; None where nobody knows it before."""
+def _derived_total(config: Config, plan: Groups, train: Any, unit: str) -> int | None:
+    """Length of the run in updates, examples or supervised tokens; None where nobody knows it before."""
     epochs, limit, per_epoch = config.run.epochs, config.run.updates, plan.plan.updates_per_epoch
     keeps_all = config.update.last_group == "keep"
     updates = limit if per_epoch is None else min(epochs * per_epoch, limit or 1 << 62)
-    if config.schedule.unit == "updates":
+    if unit == "updates":
         return updates
     if limit is None and keeps_all:
-        return epochs * (len(train) if config.schedule.unit == "examples" else train.num_supervised_tokens)
+        return epochs * (len(train) if unit == "examples" else train.num_supervised_tokens)
     size = config.update.examples_per_update
-    if config.schedule.unit == "examples" and size is not None and per_epoch is not None and updates is not None:
+    if unit == "examples" and size is not None and per_epoch is not None and updates is not None:
         used = min(len(train), per_epoch * size)  # less where the last group is dropped
         whole, rest = divmod(updates, per_epoch)
         return whole * used + min(rest * size, used)

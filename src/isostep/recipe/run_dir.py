@@ -54,6 +54,7 @@ class Opening:
 
     path, digest: of the checkpoint that it begins from, relative to the run. announced: the checkpoints that stand,
     oldest first. changes: key -> [before, now]. evaluated: after how many applied updates there are validations.
+    facts: as recorded at the last start; see `Training.facts`.
     """
 
     state: Literal["new", "resume", "complete"]
@@ -64,6 +65,7 @@ class Opening:
     changes: dict[str, Any] = field(default_factory=dict)
     what_override: bool = False
     evaluated: list[int] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def text(self, run_dir: Path) -> list[str]:
         """What the user is told, a line each."""
@@ -126,6 +128,7 @@ class RunDirectory:
             changes=changes,
             what_override=bool(changed_what),
             announced=[event.path for event in announced],
+            facts=_facts_of(events, started),
         )
         if announced:
             last = announced[-1]
@@ -175,8 +178,13 @@ def _settings_of(events: Sequence[Event], started: RunStarted) -> Settings:
     found = Documents(started.what, started.how, run, started.versions).settings
     for event in events:
         if isinstance(event, Resumed):
-            found |= {key: now for key, (_, now) in event.changes.items()}
+            found |= {key: now for key, (_, now) in event.changes.items() if not key.startswith("facts.")}
     return found
+
+
+def _facts_of(events: Sequence[Event], started: RunStarted) -> dict[str, Any]:
+    last = next((event.facts for event in reversed(events) if isinstance(event, Resumed) and event.facts), None)
+    return last or started.run.get("facts", {})
 
 
 def _check_what(changes: Mapping[str, list[Any]], changed_what: Sequence[str], allowed: bool) -> None:
