@@ -6,6 +6,7 @@ import hashlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,12 @@ def opened(folder: Path, config: Config | None = None, content: str = "c0", **op
 
 
 # ------------------------------------------------------------------------------------------------------- where
+
+
+def test_a_ledger_of_something_else_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, [replace(started(Config()), what={"objective": "causal-lm"})])
+    with pytest.raises(InputError, match="choose another --run-dir"):
+        opened(tmp_path)
 
 
 def test_empty_folder_begins_a_run(tmp_path: Path) -> None:

@@ -174,6 +174,10 @@ def _flat(sections: Mapping[str, Any]) -> Settings:
 
 def _settings_of(events: Sequence[Event], started: RunStarted) -> Settings:
     """The settings of the last start."""
+    if not all(isinstance(keys, dict) for keys in (*started.what.values(), *started.run.values())):
+        raise InputError.of(
+            "ledger", "a run without sections", "one of `isostep train`", "choose another --run-dir for this run"
+        )
     run = {section: keys for section, keys in started.run.items() if section != "facts"}
     found = Documents(started.what, started.how, run, started.versions).settings
     for event in events:
