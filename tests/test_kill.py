@@ -136,7 +136,16 @@ def test_ten_kills_at_each_number_of_replicas(data: Path, tmp_path: Path, replic
 @pytest.mark.timeout(600)
 def test_kills_and_resumes_on_other_numbers_of_replicas(data: Path, tmp_path: Path) -> None:
     """SGD at a constant rate, whose weights may be compared; the control lacks the last update alone."""
-    plain = ("--optimizer.name", "sgd", "--optimizer.learning-rate", "0.05", "--schedule.shape", "constant")
+    plain = (
+        "--optimizer.name",
+        "sgd",
+        "--optimizer.momentum",
+        "0",
+        "--optimizer.learning-rate",
+        "0.05",
+        "--schedule.shape",
+        "constant",
+    )
     killed(data, tmp_path / "killed", [1, 2, 3], 5, 11, *plain)
     assert run(*arguments(data, tmp_path / "whole", 1, *plain)).returncode == 0
     shorter = arguments(data, tmp_path / "control", 1, *plain, "--run.updates", str(UPDATES - 1))

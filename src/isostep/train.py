@@ -359,7 +359,7 @@ class Run:
         watch = self.watch
         if watch.first_group is None:
             return
-        peaks = everyone((str(self.training.device), watch.baseline, watch.first_group, watch.later_groups))
+        peaks = self.updater.gather((str(self.training.device), watch.baseline, watch.first_group, watch.later_groups))
         devices, baseline, first, later = map(list, zip(*peaks, strict=True))
         self.reporter.record(MemoryObserved(devices=devices, baseline=baseline, first_group=first, later_groups=later))
 

@@ -217,6 +217,10 @@ class Updater:
             self._engine, data, at_most=at_most, lengths=lengths, collate=collate, fraction=fraction
         )
 
+    def gather(self, value: Any) -> list[Any]:
+        """A picklable value of every replica, in replica order; for reports. Raises PeerLostError."""
+        return self._engine.comm.gather(value)
+
     @property
     def intact(self) -> bool:
         """Whether parameters and optimizers are as the last update left them, also after an error: fit to be saved.

@@ -215,8 +215,7 @@ class ProcessGroupComm:
             missing, reasons = self._reports()
             lost = list(reasons) or missing
             who = f"replica {', '.join(map(str, lost))}" if lost else "another replica"
-            said = re.sub(r"^\[[^\]]*\] *", "", str(error).strip()).partition("\n")[0].partition(". ")[0]
-            reason = next(iter(reasons.values()), said)[:400] or type(error).__name__
+            reason = next(iter(reasons.values()), _said(error))[:400]
             raise PeerLostError(
                 f"{phase}: lost {who}, expected all {self.replicas} to answer; what was under way was not applied: "
                 f"see why it ended, then start again from what you saved last ({reason})"
@@ -268,6 +267,12 @@ def bound_store(store: Any) -> None:
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                     for option, value in options.items():
                         connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _said(error: Exception) -> str:
+    """The first sentence of an error of gloo's, without the place in its source."""
+    text = re.sub(r"^\[[^\]]*\] *", "", str(error).strip())
+    return text.partition("\n")[0].partition(". ")[0][:200] or type(error).__name__
 
 
 def _finished_in(work: dist.Work, time_limit: timedelta) -> bool:
@@ -340,9 +345,8 @@ def _all_answer() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).strip().partition("\n")[0][:120]
         raise PeerLostError(
-            f"workers: lost one, expected all {dist.get_world_size()} to answer; see why it ended ({reason})"
+            f"workers: lost one, expected all {dist.get_world_size()} to answer; see why it ended ({_said(error)})"
         ) from error
 
 
