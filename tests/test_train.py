@@ -101,7 +101,7 @@ def test_train_under_torchrun_gives_the_same_run(small_run: tuple[Path, str], tm
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("everybody", [True, False])
+@pytest.mark.parametrize("everybody", [True, pytest.param(False, marks=pytest.mark.grid)])
 def test_a_signal_saves_and_the_same_command_resumes(
     small_run: tuple[Path, str], tmp_path: Path, everybody: bool
 ) -> None:
@@ -153,6 +153,7 @@ def test_a_killed_worker_is_one_line_and_the_run_resumes(small_run: tuple[Path, 
     assert same_bits(small_run[0], tmp_path)
 
 
+@pytest.mark.grid
 @pytest.mark.timeout(240)
 def test_a_killed_launcher_leaves_no_orphans(tmp_path: Path) -> None:
     marker = f"orphans-{tmp_path.name}"
