@@ -254,9 +254,9 @@ class Config(Section):
         return run
 
 
-def hash_of(what: Mapping[str, Any]) -> str:
-    """SHA-256 (hex) of a WHAT as JSON."""
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+def hash_of(document: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) of a document as JSON, a WHAT for example."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def parse_rule(text: str) -> tuple[str, float, float]:

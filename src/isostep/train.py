@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from . import __version__
-from .config import Config, hash_of
+from .config import Config
 from .data.groups import DataGroup
 from .data.text import load_split
 from .distributed.checkpoint import CheckpointWriter, folder_of, load_tensors, manifest_of, reason_of
@@ -179,13 +179,13 @@ class Run:
         if before not in (None, now):
             self.opening.changes["facts.schedule"] = [before, now]
         self.reporter.record(self.started() if self.opening.state == "new" else self.resumed())
-        for line in [*self.opening.text(self.directory.path), *self.training.announcement(hash_of(self.now.what))]:
+        for line in [*self.opening.text(self.directory.path), *self.training.announcement(self.now.what_hash)]:
             self.reporter.say(line)
 
     def started(self) -> RunStarted:
         now, plan = self.now, self.training.groups.plan
         return RunStarted(
-            what_hash=hash_of(now.what),
+            what_hash=now.what_hash,
             what=now.what,
             how=now.how,
             run={**now.run, "facts": self.training.facts()},
@@ -202,7 +202,7 @@ class Run:
             what_override=self.opening.what_override,
             how=self.now.how,
             changes=self.opening.changes,
-            what_hash=hash_of(self.now.what),
+            what_hash=self.now.what_hash,
             facts=self.training.facts(),
             versions=self.now.versions,
         )

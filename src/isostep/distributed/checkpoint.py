@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from ..config import hash_of
 from ..errors import InputError, IsostepError
 from ..ledger.ledger import sync_folder
 
@@ -131,8 +132,7 @@ class CheckpointWriter:
 
 def digest_of(manifest: Mapping[str, Any]) -> str:
     """SHA-256 (hex) of a manifest without its own "digest"."""
-    text = json.dumps({key: value for key, value in manifest.items() if key != "digest"}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hash_of({key: value for key, value in manifest.items() if key != "digest"})
 
 
 def _digest(path: Path) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from ..config import hash_of
 from ..distributed.checkpoint import CHECKPOINTS
 from ..errors import InputError
 from ..ledger import CheckpointAnnounced, Evaluated, Event, Resumed, RunEnded, RunStarted, read, standing_events
@@ -42,6 +43,10 @@ class Documents:
     how: dict[str, Any]
     run: dict[str, Any]
     versions: dict[str, Any]
+
+    @property
+    def what_hash(self) -> str:
+        return hash_of(self.what)
 
     @property
     def settings(self) -> Settings:
