@@ -88,11 +88,12 @@ def run_workers(procs: int, worker: Worker, *args: Any, timeout: float, patience
             local_addr="127.0.0.1",
             max_restarts=0,
             monitor_interval=0.05,
+            signals_to_handle="SIGHUP,SIGQUIT",  # SIGINT and SIGTERM are ours: they wait until the workers have started
         )
         disabled = logging.root.manager.disable
         logging.disable(logging.CRITICAL)  # the agent logs several lines where one error says it all
         try:
-            with _interrupts_held_for_workers():
+            with _interrupts_held_for_workers(), _stops_held_until(lambda: len(_started(folder)) == procs):
                 return elastic_launch(config, _guarded)(worker, args, timeout, threads, folder)[0]
         except ChildFailedError as failure:
             if failure.get_first_failure()[1].exitcode == INTERRUPTED:
@@ -124,10 +125,55 @@ def _interrupts_held_for_workers() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
+def _started(folder: str) -> list[Path]:
+    return list(Path(folder).glob("*.started"))
+
+
+@contextmanager
+def _stops_held_until(started: Callable[[], bool]) -> Iterator[None]:
+    """Raise SignalException for the first SIGINT or SIGTERM once `started()`, or for a second one at once.
+
+    A launcher that is stopped while it starts its workers leaves some without the rest of what they read from it:
+    they would end in tracebacks, or not at all, since torch forgets workers whose start it did not see the end of.
+    """
+    held: list[int] = []
+
+    def hear(number: int, _frame: object) -> None:
+        if held or started():
+            raise SignalException(f"signal {number}", sigval=signal.Signals(number))
+        held.append(number)
+
+    def repeat() -> None:
+        while not done.wait(0.05):
+            if held and started():
+                os.kill(os.getpid(), held[0])
+                return
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    done = threading.Event()
+    previous = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    repeater = threading.Thread(target=repeat, daemon=True)
+    repeater.start()
+    try:
+        yield
+    except ChildFailedError:
+        if held:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        done.set()
+        repeater.join()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 def _guarded(worker: Worker, args: tuple[Any, ...], timeout: float, threads: int, folder: str) -> Any:
     """In a worker: an error becomes a file and an exit code, so that the launcher can show one line."""
     try:
         _end_with_parent()
+        Path(folder, f"{os.environ['RANK']}.started").touch()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         return _in_process_group(worker, args, timeout, threads)
     except KeyboardInterrupt:
