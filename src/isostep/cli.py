@@ -21,6 +21,7 @@ COMMANDS = {
     "report": "what happened in a run: its sheet, curves and proof of coverage, from its ledger alone",
     "runs": "a table of all runs below a folder",
     "verify": "check the update against an independent reference, over a grid of layouts",
+    "audit": "run a training script and read out what weight every token really had",
     "inspect": "find parts of a model whose result depends on how the update is split",
     "explain": "worked pictures of replicas, tokens and batches",
 }

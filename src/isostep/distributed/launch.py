@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import resource_tracker
@@ -76,33 +76,53 @@ def run_workers(procs: int, worker: Worker, *args: Any, timeout: float, patience
     if launched_rank() is not None:
         return _in_process_group(worker, args, timeout, threads=None)
     threads = max(1, (os.cpu_count() or 1) // procs)
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(patience)))
     with tempfile.TemporaryDirectory(prefix="isostep-") as folder:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=procs,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            monitor_interval=0.05,
-            signals_to_handle="SIGHUP,SIGQUIT",  # SIGINT and SIGTERM are ours: they wait until the workers have started
-        )
-        disabled = logging.root.manager.disable
-        logging.disable(logging.CRITICAL)  # the agent logs several lines where one error says it all
         try:
-            with _interrupts_held_for_workers(), _stops_held_until(lambda: len(_started(folder)) == procs):
-                return elastic_launch(config, _guarded)(worker, args, timeout, threads, folder)[0]
+            return _launch(procs, _guarded, (worker, args, timeout, threads, folder), Path(folder), patience)[0]
         except ChildFailedError as failure:
             if failure.get_first_failure()[1].exitcode == INTERRUPTED:
                 raise KeyboardInterrupt from None
             raise _first_error(Path(folder), failure) from None
-        except SignalException as stop:
-            raise KeyboardInterrupt from stop
-        finally:
-            logging.disable(disabled)
+
+
+def run_processes(procs: int, arguments: Sequence[str], folder: Path) -> None:
+    """Run this Python with `arguments` in `procs` local processes, with the environment that torchrun gives.
+
+    Each calls `say_started(folder)` first. Raises PeerLostError where one ends with another exit code than 0.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // procs)))
+    try:
+        _launch(procs, sys.executable, tuple(arguments), folder, patience=10)
+    except ChildFailedError as failure:
+        if failure.get_first_failure()[1].exitcode == INTERRUPTED:
+            raise KeyboardInterrupt from None
+        raise _first_error(folder, failure) from None
+
+
+def _launch(procs: int, entrypoint: Any, args: tuple[Any, ...], folder: Path, patience: float) -> Any:
+    """Have torchrun's agent run `entrypoint` in local processes. SIGINT and SIGTERM end all of them."""
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(patience)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=procs,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.05,
+        signals_to_handle="SIGHUP,SIGQUIT",  # SIGINT and SIGTERM are ours: they wait until the workers have started
+    )
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # the agent logs several lines where one error says it all
+    try:
+        with _interrupts_held_for_workers(), _stops_held_until(lambda: len(list(folder.glob("*.started"))) == procs):
+            return elastic_launch(config, entrypoint)(*args)
+    except SignalException as stop:
+        raise KeyboardInterrupt from stop
+    finally:
+        logging.disable(disabled)
 
 
 @contextmanager
@@ -123,10 +143,6 @@ def _interrupts_held_for_workers() -> Iterator[None]:
         done.set()
         receiver.join()
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-
-
-def _started(folder: str) -> list[Path]:
-    return list(Path(folder).glob("*.started"))
 
 
 @contextmanager
@@ -172,9 +188,7 @@ def _stops_held_until(started: Callable[[], bool]) -> Iterator[None]:
 def _guarded(worker: Worker, args: tuple[Any, ...], timeout: float, threads: int, folder: str) -> Any:
     """In a worker: an error becomes a file and an exit code, so that the launcher can show one line."""
     try:
-        _end_with_parent()
-        Path(folder, f"{os.environ['RANK']}.started").touch()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        say_started(Path(folder))
         return _in_process_group(worker, args, timeout, threads)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
@@ -184,6 +198,13 @@ def _guarded(worker: Worker, args: tuple[Any, ...], timeout: float, threads: int
         name = "" if isinstance(error, IsostepError) else f"{type(error).__name__}: "
         Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps([kind, f"{name}{error}"]))
         sys.exit(getattr(error, "exit_code", 1))
+
+
+def say_started(folder: Path) -> None:
+    """In a worker, first: it can be interrupted from now on, and ends with its launcher."""
+    _end_with_parent()
+    (folder / f"{os.environ['RANK']}.started").touch()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _end_with_parent() -> None:

@@ -1,0 +1,344 @@
+"""Watching a training loop from the inside: what it computes stays as it is, and every rank writes a log of events.
+
+`Capture` meets loss functions, forward and backward passes; `around.py` adds what happens around the optimizer.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+
+from . import places, records
+from .losses import SIGNATURES, unreduced
+from .sketch import SIZE, row_hashes, sketch
+
+DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
+READS = {Tensor.item, Tensor.__float__, Tensor.__format__, Tensor.tolist}
+MOST_EXAMPLES = 4096
+"""Weights per example are kept of microbatches up to this size."""
+
+MOST_NODES = 4000
+"""How much of a backward graph is searched for the scalars on the way to a loss."""
+
+
+TIE = "isostep"
+
+
+@dataclass(eq=False)
+class LossCall:
+    """A loss call, and what has come back to it in the backward pass under way. Tensors stay on their device.
+
+    It is tied to its node of the graph and lives as long, so it must hold nothing that holds the graph.
+    """
+
+    site: str
+    key: int
+    order: int
+    forward: int
+    function: str
+    reduction: str
+    denominator: Tensor | float
+    supervised: Tensor | None
+    shares: Tensor | None
+    total: Tensor
+    rows: int | None
+    targets: int
+    gradients: list[Tensor] = field(default_factory=list)
+    scalars: tuple[float, ...] = ()
+
+
+class Capture(TorchFunctionMode):
+    """Everything that one rank sees, from `start` to `stop`. Is active on the thread that enters it."""
+
+    def __init__(self, rank: int = 0, world: int = 1) -> None:
+        super().__init__()
+        self.log = records.Log(rank, world)
+        self.in_backward = 0
+        self.in_forward = 0
+        self.losses = 0
+        self.forwards = 0
+        self.backwards = 0
+        self.updates = 0
+        """Optimizer calls with no backward pass between them count once."""
+        self.rows: int | None = None
+        self.modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.before_pass: Callable[[], None] = lambda: None
+        """Called where the loop starts another forward pass: the place to stop it."""
+        self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._places: dict[int, tuple[int, int]] = {}
+        self._hooked: dict[int, Any] = {}
+        self._local: dict[int, Tensor] = {}
+        self._arrived: list[LossCall] = []
+        self._noisy = -1
+        self.totals: list[Tensor] = []
+        """Values of the loss calls since the last update, also of those that never went backward."""
+        self.graphs: list[tuple[int, weakref.ref[LossCall]]] = []
+        """Loss calls whose graph may still be alive, with the number of updates before them."""
+
+    # ------------------------------------------------------------------------------------------ torch functions
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        if func in SIGNATURES and torch.is_grad_enabled():
+            return self._loss(func, args, kwargs)
+        if func in READS:
+            return self._read(func, args, kwargs)
+        if func in DROPOUTS:
+            self._note_noise(args, kwargs)
+        elif func is F.batch_norm:
+            self._note_batch_norm(args, kwargs)
+        elif func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
+            self._note_noise((), {})
+        return func(*args, **kwargs)
+
+    def _loss(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        loss = unreduced(func, args, kwargs)
+        if loss is None:
+            return func(*args, **kwargs)
+        site, key = places.caller()
+        elements = loss.elements
+        self.losses += 1
+        call = LossCall(
+            site, key, self.losses, self.forwards, func.__name__, loss.reduction, loss.denominator, loss.supervised,
+            loss.shares, elements.detach().sum(dtype=torch.float64), self.rows, _hash(loss.targets),
+        )  # fmt: skip
+        self.totals.append(call.total)
+        if elements.grad_fn is not None:
+            node: Any = elements.grad_fn
+            node.metadata[TIE] = call
+            self.graphs.append((self.updates, weakref.ref(call)))
+
+        def arrived(gradient: Tensor) -> None:
+            if self.in_backward:
+                call.gradients.append(gradient.detach())
+                if call not in self._arrived:
+                    self._arrived.append(call)
+
+        elements.register_hook(arrived)
+        return loss.reduced()
+
+    def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = func(*args, **kwargs)
+        tensor = args[0]
+        if not self.in_backward and tensor.numel() == 1 and tensor.is_floating_point() and tensor.dim() == 0:
+            number = value if isinstance(value, float) else float(tensor.detach())
+            self.log.events.append(records.Logged(places.script_line(), number))
+        return value
+
+    def _note_noise(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        training = kwargs.get("training", args[2] if len(args) > 2 else True)
+        chance = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+        if training and chance and not self.in_backward and self._noisy != self.forwards:
+            self._noisy = self.forwards
+            state = torch.get_rng_state()
+            if args and args[0].is_cuda:
+                state = torch.cuda.get_rng_state(args[0].device)
+            self.log.events.append(records.Noise(self.forwards, zlib.crc32(state.numpy().tobytes())))
+
+    def _note_batch_norm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        training = kwargs.get("training", args[5] if len(args) > 5 else False)
+        if training and torch.is_grad_enabled() and not self.in_backward:
+            self.log.events.append(records.BatchNorm(places.script_line()))
+
+    # ------------------------------------------------------------------------------------------ forward passes
+
+    @contextmanager
+    def module(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Around the call of a module. The outermost ones that have parameters are forward passes."""
+        if self.in_backward:
+            yield
+            return
+        if not self.in_forward and next(module.parameters(), None) is not None:
+            self.before_pass()
+            if torch.is_grad_enabled():
+                self._note_forward(module, args, kwargs)
+        self.in_forward += 1
+        try:
+            yield
+        finally:
+            self.in_forward -= 1
+
+    def _note_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.modules.add(module)
+        self.forwards += 1
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 0]
+        self.rows = tensors[0].shape[0] if tensors else None
+        hashes = None
+        if self.rows and self.rows <= MOST_EXAMPLES:
+            same = [tensor for tensor in tensors if tensor.shape[0] == self.rows and tensor.numel()]
+            hashes = row_hashes(same, self.rows).cpu().numpy().astype(np.uint64)
+        reduces = isinstance(module, DistributedDataParallel) and bool(module.require_backward_grad_sync)
+        self.log.events.append(records.Forward(self.forwards, self.rows, hashes, reduces))
+
+    # ------------------------------------------------------------------------------------------ backward passes
+
+    @contextmanager
+    def backward(self, roots: Sequence[Tensor]) -> Iterator[None]:
+        """Around one backward pass. A backward pass inside another one (activation checkpointing) is part of it."""
+        if self.in_backward:
+            yield
+            return
+        self.before_pass()
+        self._hook_parameters()
+        self._local = {}
+        self._arrived = []
+        bypassed = self._walk([root.grad_fn for root in roots if root.grad_fn is not None])
+        self.in_backward += 1
+        try:
+            yield
+        finally:
+            self.in_backward -= 1
+        site = places.script_line()
+        value = sum(float(root.detach().double().sum()) for root in roots)
+        event = records.Backward(self.backwards, site, places.library(), value, bypassed=bypassed)
+        self.backwards += 1
+        event.calls = [_finished(call) for call in self._arrived]
+        for call in self._arrived:
+            call.gradients.clear()
+        event.sketches = {index: total.cpu().numpy() for index, total in self._local.items()}
+        self.log.events.append(event)
+        self._arrived = []
+
+    def _hook_parameters(self) -> None:
+        """A hook on every parameter that an optimizer holds: its gradient before any library reduces it."""
+        for index, optimizer in self.living():
+            place = 0
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    place += 1
+                    if id(parameter) in self._hooked or not parameter.requires_grad:
+                        continue
+                    self._places[id(parameter)] = (index, place)
+                    self._hooked[id(parameter)] = parameter.register_hook(self._local_gradient(index, place))
+
+    def _local_gradient(self, index: int, place: int) -> Callable[[Tensor], None]:
+        def add(gradient: Tensor) -> None:
+            if self.in_backward and _is_plain(gradient):
+                total = sketch(gradient, place)
+                self._local[index] = (
+                    self._local[index] + total.to(self._local[index].device) if (index in self._local) else total
+                )
+
+        return add
+
+    def _walk(self, nodes: list[Any]) -> bool:
+        """Give every loss call below `nodes` the scalars on its way; True if another way leads to parameters."""
+        bypassed = False
+        waiting: list[tuple[Any, tuple[float, ...]]] = [(node, ()) for node in nodes]
+        seen = set()
+        while waiting and len(seen) < MOST_NODES:
+            node, scalars = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            call = node.metadata.get(TIE)
+            if call is not None:
+                call.scalars = scalars
+                continue
+            bypassed |= type(node).__name__ == "AccumulateGrad"
+            scalar = _scalar_of(node)
+            below = scalars if scalar is None else (*scalars, scalar)
+            waiting.extend((following, below) for following, _ in node.next_functions if following is not None)
+        return bypassed
+
+    # ------------------------------------------------------------------------------------------ optimizers
+
+    def living(self) -> Iterator[tuple[int, torch.optim.Optimizer]]:
+        """Optimizers that still exist, by their index."""
+        for index, reference in enumerate(self.optimizers):
+            optimizer = reference()
+            if optimizer is not None:
+                yield index, optimizer
+
+    def index_of(self, optimizer: torch.optim.Optimizer) -> int:
+        """The index of an optimizer, which is remembered if it is new."""
+        for index, known in self.living():
+            if known is optimizer:
+                return index
+        self.optimizers.append(weakref.ref(optimizer))
+        return len(self.optimizers) - 1
+
+    def sketch_of(self, optimizer: torch.optim.Optimizer, of: Callable[[Tensor], Tensor | None]) -> np.ndarray | None:
+        """The sketch of `of(parameter)` over an optimizer's parameters; None if one lies in shards."""
+        total = None
+        place = 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                place += 1
+                values = of(parameter)
+                if values is None:
+                    continue
+                if not _is_plain(values):
+                    return None
+                part = sketch(values, place)
+                total = part if total is None else total + part.to(total.device)
+        return np.zeros(SIZE) if total is None else total.cpu().numpy()
+
+    def release(self) -> None:
+        """Take all hooks off the parameters."""
+        for handle in self._hooked.values():
+            handle.remove()
+        self._hooked.clear()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, torch.nn.Parameter)
+
+
+def _scalar_of(node: Any) -> float | None:
+    """The number that a node of a graph multiplies by, if it multiplies by one."""
+    kind = type(node).__name__
+    if kind not in ("MulBackward0", "DivBackward0"):
+        return None
+    other = getattr(node, "_saved_other", None)
+    if kind == "MulBackward0" and other is None:
+        other = getattr(node, "_saved_self", None)
+    if not isinstance(other, Tensor) or other.dim() > 0 or other.requires_grad:
+        return None
+    value = float(other.detach())
+    return value if kind == "MulBackward0" else (1 / value if value else None)
+
+
+def _hash(targets: Tensor | None) -> int:
+    if targets is None or not targets.numel():
+        return 0
+    return int(row_hashes([targets.detach().reshape(1, -1)], 1)[0])
+
+
+def _finished(call: LossCall) -> records.Call:
+    """The record of a call whose gradient has arrived; called after the backward pass."""
+    weights = sum(call.gradients[1:], call.gradients[0]).double()
+    supervised = torch.ones_like(weights, dtype=torch.bool) if call.supervised is None else call.supervised
+    if call.reduction == "none":
+        supervised = supervised & (weights != 0)
+    tokens = int(supervised.sum())
+    denominator = float(call.denominator)
+    if call.reduction == "none":
+        denominator = float(tokens if call.shares is None else call.shares[supervised].sum())
+    chosen = weights[supervised]
+    mean, low, high = (float(v) for v in (chosen.mean(), chosen.min(), chosen.max())) if tokens else (0.0, 0.0, 0.0)
+    examples = None
+    rows = call.rows
+    if rows and rows <= MOST_EXAMPLES and weights.numel() and weights.shape[:1].numel() % rows == 0:
+        per_row = (supervised.reshape(rows, -1).sum(1), weights.masked_fill(~supervised, 0).reshape(rows, -1).sum(1))
+        examples = (per_row[0].cpu().numpy(), per_row[1].cpu().numpy())
+    return records.Call(
+        call.site, call.key, call.order, call.forward, call.function, call.reduction,
+        denominator, tokens, weights.numel(), float(call.total),
+        mean, low, high, examples, call.scalars, call.targets,
+    )  # fmt: skip

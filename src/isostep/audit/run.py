@@ -1,0 +1,126 @@
+"""Running somebody's script, unchanged, under a watch, and stopping it after the updates asked for."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .document import Report
+from .watch import Watch
+
+PATIENCE = 10.0
+"""Seconds that a script has to end once it has been asked to."""
+
+
+class Stop(BaseException):
+    """Ends a script from inside. Not an Exception: `except Exception` around a training loop lets it through."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run a script. updates: None for all."""
+
+    updates: int | None = 4
+    weighting: str = "declared"
+    timeout: float = 600.0
+    """Seconds that the script may take, and at most a tenth of it that ranks wait for each other afterwards."""
+
+
+class Run:
+    """One script on one rank. `finish` is called with the report where the script will not end by itself."""
+
+    def __init__(self, options: Options, finish: Callable[[Report], None]) -> None:
+        self.options = options
+        self.watch = Watch(options.weighting, min(60.0, options.timeout))
+        self.watch.capture.before_pass = self._before_pass
+        self._finish = finish
+        self._asked: float | None = None
+        self._late = False
+        self._ended = threading.Event()
+
+    def run(self, script: Path, arguments: Sequence[str]) -> Report:
+        """Run the script as `python script ...` would, and report. An error of the script is printed as Python does,
+        and the report says so.
+        """
+        log = self.watch.capture.log
+        threading.Thread(target=self._watchdog, daemon=True).start()
+        argv, path = sys.argv, list(sys.path)
+        sys.argv, sys.path[0] = [str(script), *arguments], str(script.parent.resolve())
+        try:
+            with _without_meeting(self.watch):
+                runpy.run_path(str(script), run_name="__main__")
+        except Stop:
+            pass
+        except SystemExit as end:
+            if self._asked is None and end.code not in (None, 0):
+                log.ended = False
+                log.notes.append(f"the script ended by itself with exit code {end.code}")
+        except Exception as error:
+            if self._asked is None:
+                log.ended = False
+                log.notes.append(f"the script failed: {type(error).__name__}: {str(error)[:200]}")
+                traceback.print_exc()
+        finally:
+            sys.argv, sys.path[:] = argv, path
+            self._ended.set()
+        return self._report()
+
+    def _report(self) -> Report:
+        log = self.watch.capture.log
+        log.stopped = self._asked is not None
+        if self._late:
+            log.notes.append(f"the script was stopped after {self.options.timeout:g} s")
+        try:
+            return self.watch.meet()
+        except TimeoutError:
+            from .verdict import judge
+
+            log.notes.append("the other ranks did not report in time")
+            return judge([log], self.options.weighting)
+
+    def _before_pass(self) -> None:
+        updates = self.options.updates
+        if self._asked is None and not self._late and (updates is None or self.watch.capture.updates < updates):
+            return
+        now = time.monotonic()
+        self._asked = self._asked or now
+        if now - self._asked > PATIENCE:
+            self._give_up()
+        raise Stop
+
+    def _watchdog(self) -> None:
+        """End a script that takes too long: at its next pass, and where there is none, at once."""
+        begin = time.monotonic()
+        while not self._ended.wait(0.2):
+            now = time.monotonic()
+            self._late |= self._asked is None and now - begin > self.options.timeout
+            overdue = now - begin - self.options.timeout if self._late else now - (self._asked or now)
+            if overdue > PATIENCE:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """The script has caught the request to stop, or hangs: report what was seen, and end this process."""
+        self.watch.capture.log.notes.append("the script did not end when it was asked to, and was ended")
+        self._asked = self._asked or time.monotonic()
+        self._finish(self._report())
+        os._exit(1)
+
+
+class _without_meeting:  # noqa: N801
+    """Enter a watch, and leave it without waiting for other ranks."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+
+    def __enter__(self) -> None:
+        self.watch.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self.watch.leave()

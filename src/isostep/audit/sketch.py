@@ -1,0 +1,69 @@
+"""A small linear picture of a large gradient: the sums of its elements, with random signs, over SIZE buckets.
+
+The map is linear and the same on every rank, so the sketch of a sum of gradients is the sum of their sketches, and what
+combination of microbatches a gradient is can be read from the sketches alone. (Count sketch: Charikar, Chen and
+Farach-Colton, Finding frequent items in data streams, section 3.2; here with one row and buckets in turn.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SIZE = 1024
+"""Buckets. More microbatches than this in one update cannot be told apart."""
+
+PERIOD = 1048573
+"""Signs repeat after so many elements: a prime, so that no row or column of a large matrix keeps its signs."""
+
+_signs: dict[torch.device, Tensor] = {}
+
+
+def sketch(values: Tensor, place: int) -> Tensor:
+    """The sketch of a tensor, float64, shape (SIZE,). `place` tells parameters apart: it chooses where signs begin."""
+    flat = (values.to_dense() if values.layout != torch.strided else values).detach().reshape(-1)
+    signs = _signs_on(flat.device)
+    total = torch.zeros(SIZE, dtype=torch.float64, device=flat.device)
+    offset = place * 7919 % PERIOD
+    begin = 0
+    while begin < flat.numel():
+        end = min(flat.numel(), begin + PERIOD - offset)
+        part = flat[begin:end].to(torch.float32) if flat.dtype != torch.float64 else flat[begin:end]
+        part = part * signs[offset : offset + end - begin]
+        whole = part.numel() // SIZE * SIZE
+        total += part[:whole].view(-1, SIZE).sum(0)
+        total[: part.numel() - whole] += part[whole:]
+        begin, offset = end, 0
+    return total
+
+
+def _signs_on(device: torch.device) -> Tensor:
+    if device not in _signs:
+        generator = torch.Generator().manual_seed(20240607)
+        signs = torch.randint(0, 2, (PERIOD,), generator=generator, dtype=torch.int8) * 2 - 1
+        _signs[device] = signs.to(device)
+    return _signs[device]
+
+
+def row_hashes(tensors: list[Tensor], rows: int) -> Tensor:
+    """One int64 hash per row of the first axis, over all tensors; 0 where a row holds less than four numbers, or one
+    number only. Of long rows, 4096 numbers are taken.
+    """
+    total = torch.zeros(rows, dtype=torch.int64, device=tensors[0].device)
+    telling = torch.zeros(rows, dtype=torch.bool, device=tensors[0].device)
+    for tensor in tensors:
+        values = _as_integers(tensor.detach().reshape(rows, -1))
+        values = values[:, :: max(1, values.shape[1] // 4096)]
+        factors = (torch.arange(1, values.shape[1] + 1, device=values.device) * 6364136223846793005) | 1
+        hashed = (values * factors).sum(1)
+        total = (total ^ (hashed ^ (hashed >> 29))) * 1442695040888963407
+        if values.shape[1] >= 4:
+            telling |= (values != values[:, :1]).any(1)
+    return torch.where(telling, total | 1, 0)
+
+
+def _as_integers(values: Tensor) -> Tensor:
+    if not values.is_floating_point():
+        return values.to(torch.int64)
+    same_width = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[values.element_size()]
+    return values.contiguous().view(same_width).to(torch.int64)

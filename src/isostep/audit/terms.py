@@ -1,0 +1,258 @@
+"""Judging the weights of one loss term in one update: the pattern they follow, and the factor that is left. No torch.
+
+The reference is the loop in one big batch: what the loss call sums over what it divides by, both over all microbatches
+of all replicas.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import numpy as np
+
+from .weights import NOTHING, Portion, UpdateView
+
+TOLERANCE = 5e-4
+"""Weights that differ by less, relatively, are the same."""
+
+LOW_TOLERANCE = 2e-2
+"""The same where gradients are kept in bfloat16 or float16."""
+
+
+@dataclass
+class Outcome:
+    """One loss term in one update."""
+
+    term: tuple[int, ...]
+    portions: list[Portion]
+    expected: np.ndarray
+    """Mean weight of a token of each portion; NaN where it has none."""
+    kinds: list[str] = field(default_factory=list)
+    """What is wrong with the weights among each other."""
+    factor: float = float("nan")
+    """What they are over what they should be, the pattern aside. NaN where it cannot be said."""
+    unknown: str | None = None
+    """Why the weights cannot be judged."""
+
+    @property
+    def weights(self) -> np.ndarray:
+        return np.array([portion.weight for portion in self.portions])
+
+    @property
+    def ratios(self) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return self.weights / self.expected
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return np.array([portion.call.tokens for portion in self.portions], dtype=float)
+
+    @property
+    def means(self) -> bool:
+        """The loss call divides by a count of its own."""
+        return self.portions[0].call.reduction == "mean"
+
+    @property
+    def accumulate(self) -> float:
+        """Microbatches per rank."""
+        ranks = {portion.rank for portion in self.portions}
+        return len({(portion.rank, portion.microbatch) for portion in self.portions}) / max(1, len(ranks))
+
+    @property
+    def sound(self) -> bool:
+        """Nothing is wrong within the update."""
+        return not self.kinds and self.unknown is None
+
+
+def outcomes(view: UpdateView, weighting: str) -> list[Outcome]:
+    """Every loss term of an update, judged. Numbers the terms of the portions."""
+    terms: dict[tuple[int, ...], list[Portion]] = defaultdict(list)
+    seen: dict[tuple[int, int, int, int], int] = defaultdict(int)
+    for portion in view.portions:
+        call = portion.call
+        place = portion.rank, portion.backward.index, call.forward, call.key
+        terms[call.key, seen[place]].append(portion)
+        seen[place] += 1
+    found = _judged(view, terms, weighting)
+    if len(terms) > 1 and not all(_exact(outcome, view) for outcome in found):
+        merged = _merged(terms)
+        if len(merged) < len(terms):
+            found = _judged(view, merged, weighting)
+    for number, outcome in enumerate(found):
+        for portion in outcome.portions:
+            portion.term = number
+    return found
+
+
+def _exact(outcome: Outcome, view: UpdateView) -> bool:
+    return outcome.sound and (not outcome.means or abs(outcome.factor - 1) <= tolerance_of(view))
+
+
+def _merged(terms: dict[tuple[int, ...], list[Portion]]) -> dict[tuple[int, ...], list[Portion]]:
+    """Terms that are one loss called in two places: the same function, and never twice in one backward pass."""
+    result: dict[tuple[int, ...], list[Portion]] = {}
+    for key, portions in terms.items():
+        for other in result.values():
+            alike = {(p.call.function, p.call.reduction) for p in (*portions, *other)}
+            passes = {(p.rank, p.backward.index) for p in other}
+            if len(alike) == 1 and not any((p.rank, p.backward.index) in passes for p in portions):
+                other.extend(portions)
+                break
+        else:
+            result[key] = list(portions)
+    return result
+
+
+def tolerance_of(view: UpdateView) -> float:
+    return LOW_TOLERANCE if view.low_precision else TOLERANCE
+
+
+def _judged(view: UpdateView, terms: dict[tuple[int, ...], list[Portion]], weighting: str) -> list[Outcome]:
+    found = []
+    for term, portions in terms.items():
+        outcome = Outcome(term, portions, _expected(portions, weighting))
+        _judge(outcome, view, weighting)
+        found.append(outcome)
+    return found
+
+
+def _expected(portions: Sequence[Portion], weighting: str) -> np.ndarray:
+    tokens = np.array([portion.call.tokens for portion in portions], dtype=float)
+    denominators = np.array([portion.denominator for portion in portions])
+    empty = tokens == 0
+    if weighting == "microbatch":
+        result = 1 / (max(1, (~empty).sum()) * np.where(empty, 1, denominators))
+    elif weighting == "example":
+        examples = np.array([_examples(portion) for portion in portions])
+        result = examples / (max(1.0, examples.sum()) * np.where(empty, 1, tokens))
+    else:
+        result = np.full(len(portions), 1 / max(denominators.sum(), 1e-30))
+    return np.where(empty, np.nan, result)
+
+
+def _examples(portion: Portion) -> float:
+    """Examples with supervised tokens; without knowing them, one."""
+    return 1.0 if portion.call.examples is None else float((portion.call.examples[0] > 0).sum())
+
+
+def _judge(outcome: Outcome, view: UpdateView, weighting: str) -> None:
+    tolerance = tolerance_of(view)
+    chosen = outcome.tokens > 0
+    if not chosen.any():
+        return
+    if weighting == "example" or (weighting == "declared" and not all(p.even for p in outcome.portions)):
+        _judge_examples(outcome, chosen, tolerance, weighting)
+        return
+    if not all(portion.even for portion in outcome.portions):
+        outcome.kinds.append("uneven-weights")
+        return
+    ratios = outcome.ratios[chosen]
+    lost = np.abs(ratios) <= NOTHING * np.abs(ratios).max()
+    if lost.all():
+        outcome.factor = 0.0
+        return
+    if lost.any():
+        outcome.kinds.append("lost-microbatch")
+        kept = [p for p, keep in zip(np.array(outcome.portions, dtype=object)[chosen], ~lost, strict=True) if keep]
+        outcome.kinds += [kind for kind in _pattern(kept, ratios[~lost], tolerance)[0] if kind != "mean-of-means"]
+        return
+    kept = [portion for portion in outcome.portions if portion.call.tokens]
+    outcome.kinds, outcome.factor = _pattern(kept, ratios, tolerance)
+
+
+def _judge_examples(outcome: Outcome, chosen: np.ndarray, tolerance: float, weighting: str) -> None:
+    """By the sum of weights of each example, which should be the same for all."""
+    known = [p for p, keep in zip(outcome.portions, chosen, strict=True) if keep]
+    if any(portion.call.examples is None for portion in known):
+        outcome.unknown = "its tokens cannot be told apart by example"
+        return
+    sums = np.concatenate(
+        [p.call.examples[1][p.call.examples[0] > 0] * p.factor for p in known if p.call.examples is not None]
+    )
+    if same(sums, tolerance):
+        outcome.factor = float(sums.mean() * len(sums))
+    elif weighting == "example":
+        outcome.kinds.append("uneven-weights")
+    else:
+        outcome.unknown = "its tokens weigh differently within one call, as the script wants it; see --weighting"
+
+
+def same(values: Iterable[float], tolerance: float) -> bool:
+    """All values are equal, relatively."""
+    array = np.asarray(list(values), dtype=float)
+    return bool(np.isfinite(array).all()) and np.ptp(array) <= tolerance * np.abs(array).max(initial=0)
+
+
+def _pattern(portions: Sequence[Portion], ratios: np.ndarray, tolerance: float) -> tuple[list[str], float]:
+    """How weights that should follow one rule differ from it: the kinds, and the factor left."""
+    if same(ratios, tolerance):
+        return [], float(ratios.mean())
+    weights = np.array([portion.weight for portion in portions])
+    shares = weights * np.array([portion.denominator for portion in portions])
+    ranks = np.array([portion.rank for portion in portions])
+    per_rank = [ranks == rank for rank in sorted(set(ranks.tolist()))]
+    several = max(int(of_rank.sum()) for of_rank in per_rank) > 1
+    tokens = np.array([sum(p.denominator for p in np.array(portions, dtype=object)[of_rank]) for of_rank in per_rank])
+    totals = np.array([shares[of_rank].sum() for of_rank in per_rank])
+    if same(shares, tolerance):
+        kinds = ["mean-of-means"] if several else []
+        kinds += ["mean-of-replicas"] if len(per_rank) > 1 else []
+        return kinds, float(shares.sum())
+    if all(same(weights[of_rank], tolerance) for of_rank in per_rank) and same(totals, tolerance):
+        return ["mean-of-replicas"], float(totals.sum())
+    if all(same(shares[of_rank], tolerance) for of_rank in per_rank) and same(totals / tokens, tolerance):
+        return ["mean-of-means"], float(totals.sum())
+    if _other_counts(portions, weights, tolerance):
+        return ["count-mismatch"], float("nan")
+    return ["uneven-weights"], float("nan")
+
+
+def _other_counts(portions: Sequence[Portion], weights: np.ndarray, tolerance: float) -> bool:
+    """Every microbatch is divided by a count, but not by its own: by one more per example, or by all positions."""
+    tokens = np.array([portion.call.tokens for portion in portions], dtype=float)
+    others: list[np.ndarray] = [
+        tokens + np.array([_examples(portion) for portion in portions]),
+        np.array([portion.call.elements for portion in portions], dtype=float),
+    ]
+    return any(same(weights * counts, tolerance) and not same(counts / tokens, tolerance) for counts in others)
+
+
+def allowed_factors(outcome: Outcome, world: int, scale: float | None) -> list[float]:
+    """Factors that numbers in the script explain: products of what it multiplies the loss by, A and D aside."""
+    normalisers = [n for n in _normalisers(outcome.accumulate, world) if n != 1]
+    scalars = [
+        scalar
+        for scalar in outcome.portions[0].call.scalars
+        if not any(np.isclose(scalar, n, rtol=1e-4) for n in normalisers)
+        and not (scale and np.isclose(scalar, scale, rtol=1e-4))
+    ][:6]
+    products = [float(np.prod(chosen)) for size in range(len(scalars) + 1) for chosen in combinations(scalars, size)]
+    return [1.0, *products]
+
+
+def _normalisers(accumulate: float, world: int) -> list[float]:
+    both = {accumulate, world, accumulate * world}
+    return [*both, *(1 / n for n in both if n)]
+
+
+def cause_of(factor: float, outcome: Outcome, world: int, tolerance: float) -> str | None:
+    """The likely reason for a factor, in words; None if it is no number of the layout."""
+    accumulate = outcome.accumulate
+    tokens = float(outcome.tokens.sum())
+    readings: list[tuple[float, str]] = [
+        (1 / accumulate, f"divided by A = {accumulate:g} once more than it should"),
+        (accumulate, f"not divided by A = {accumulate:g}"),
+        (1 / world, f"averaged over D = {world} replicas once more than it should"),
+        (world, f"summed over D = {world} replicas where an average was assumed"),
+        (1 / (accumulate * world), f"divided by A x D = {accumulate * world:g} once more than it should"),
+        (accumulate * world, f"not divided by A x D = {accumulate * world:g}"),
+        (tokens, f"not divided by the {tokens:g} supervised tokens"),
+        (tokens / world, f"not divided by the {tokens:g} supervised tokens, and averaged over D = {world} replicas"),
+    ]
+    for value, words in readings:
+        if value != 1 and abs(factor / value - 1) <= tolerance:
+            return words
+    return None
