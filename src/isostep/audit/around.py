@@ -21,8 +21,9 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
+from ..distributed.shards import whole_of
 from . import places, records
-from .capture import Capture
+from .capture import Capture, in_parts
 
 Wrap = Callable[[Any], Callable[..., Any]]
 
@@ -196,8 +197,8 @@ class _Around:
         self.log.append(
             records.Step(
                 call.index, type(optimizer).__name__, call.where, call.applied, call.first_backward, call.sketch,
-                call.final, self.scale, moved, rate, call.gradients, call.low_precision, after, self._old_graphs(),
-                self._broken(), self._missing(),
+                call.final, self.scale, moved, rate, call.gradients, call.low_precision,
+                in_parts(optimizer), after, self._old_graphs(), self._broken(), self._missing(),
             )
         )  # fmt: skip
         self.unscaled.discard(call.index)
@@ -254,7 +255,7 @@ class _Around:
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             owners = self._before_clipping(given)
             norm = original(given, max_norm, *args, **kwargs)
-            self._write_clip(owners, "norm", min(1.0, float(max_norm) / (float(norm) + 1e-6)))
+            self._write_clip(owners, "norm", min(1.0, float(max_norm) / (float(whole_of(norm)) + 1e-6)))
             return norm
 
         return clip

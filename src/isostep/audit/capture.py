@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
+from ..distributed.shards import part_of, wholes
 from . import places, records
 from .losses import SIGNATURES, unreduced
 from .sketch import SIZE, row_hashes, sketch
@@ -54,6 +55,8 @@ class LossCall:
     total: Tensor
     rows: int | None
     targets: int
+    whole: int | None = None
+    """Targets of a loss that is only seen reduced."""
     gradients: list[Tensor] = field(default_factory=list)
     scalars: tuple[float, ...] = ()
 
@@ -76,11 +79,11 @@ class Capture(TorchFunctionMode):
         self.before_pass: Callable[[], None] = lambda: None
         """Called where the loop starts another forward pass: the place to stop it."""
         self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._places: dict[int, tuple[int, int]] = {}
         self._hooked: dict[int, Any] = {}
         self._local: dict[int, Tensor] = {}
         self._arrived: list[LossCall] = []
         self._noisy = -1
+        self._named = 0
         self.totals: list[Tensor] = []
         """Values of the loss calls since the last update, also of those that never went backward."""
         self.graphs: list[tuple[int, weakref.ref[LossCall]]] = []
@@ -94,7 +97,7 @@ class Capture(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        if func in SIGNATURES and torch.is_grad_enabled():
+        if func in SIGNATURES and torch.is_grad_enabled() and not self._named:
             return self._loss(func, args, kwargs)
         if func in READS:
             return self._read(func, args, kwargs)
@@ -115,11 +118,16 @@ class Capture(TorchFunctionMode):
         self.losses += 1
         call = LossCall(
             site, key, self.losses, self.forwards, func.__name__, loss.reduction, loss.denominator, loss.supervised,
-            loss.shares, elements.detach().sum(dtype=torch.float64), self.rows, _hash(loss.targets),
+            loss.shares, elements.detach().sum(dtype=torch.float64), self.rows, hash_of(loss.targets),
         )  # fmt: skip
+        self.watch_loss(elements, call)
+        return loss.reduced()
+
+    def watch_loss(self, elements: Tensor, call: LossCall) -> None:
+        """Tie a loss call to its node of the graph, and note every gradient that arrives there."""
         self.totals.append(call.total)
-        if elements.grad_fn is not None:
-            node: Any = elements.grad_fn
+        node: Any = elements.grad_fn
+        if node is not None:
             node.metadata[TIE] = call
             self.graphs.append((self.updates, weakref.ref(call)))
 
@@ -130,7 +138,20 @@ class Capture(TorchFunctionMode):
                     self._arrived.append(call)
 
         elements.register_hook(arrived)
-        return loss.reduced()
+
+    @contextmanager
+    def inside_named(self) -> Iterator[None]:
+        """Inside a loss function that is watched as a whole: the functions of torch that it uses are not."""
+        self._named += 1
+        try:
+            yield
+        finally:
+            self._named -= 1
+
+    def note(self, reason: str) -> None:
+        """Why something could not be seen."""
+        if reason not in self.log.notes:
+            self.log.notes.append(reason)
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = func(*args, **kwargs)
@@ -216,15 +237,12 @@ class Capture(TorchFunctionMode):
 
     def _hook_parameters(self) -> None:
         """A hook on every parameter that an optimizer holds: its gradient before any library reduces it."""
+        in_parts = wholes(self.modules)
         for index, optimizer in self.living():
-            place = 0
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    place += 1
-                    if id(parameter) in self._hooked or not parameter.requires_grad:
-                        continue
-                    self._places[id(parameter)] = (index, place)
-                    self._hooked[id(parameter)] = parameter.register_hook(self._local_gradient(index, place))
+            for place, parameter in enumerate(_parameters(optimizer)):
+                used = in_parts.get(id(parameter), parameter)
+                if id(used) not in self._hooked and used.requires_grad:
+                    self._hooked[id(used)] = used.register_hook(self._local_gradient(index, place))
 
     def _local_gradient(self, index: int, place: int) -> Callable[[Tensor], None]:
         def add(gradient: Tensor) -> None:
@@ -274,19 +292,20 @@ class Capture(TorchFunctionMode):
         return len(self.optimizers) - 1
 
     def sketch_of(self, optimizer: torch.optim.Optimizer, of: Callable[[Tensor], Tensor | None]) -> np.ndarray | None:
-        """The sketch of `of(parameter)` over an optimizer's parameters; None if one lies in shards."""
+        """The sketch of `of(parameter)` over an optimizer's parameters, or over this rank's parts of them.
+
+        None if one is neither whole nor cut along its first axis.
+        """
         total = None
-        place = 0
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                place += 1
-                values = of(parameter)
-                if values is None:
-                    continue
-                if not _is_plain(values):
-                    return None
-                part = sketch(values, place)
-                total = part if total is None else total + part.to(total.device)
+        for place, parameter in enumerate(_parameters(optimizer)):
+            values = of(parameter)
+            if values is None:
+                continue
+            piece = (values, 0) if _is_plain(values) else part_of(values)
+            if piece is None:
+                return None
+            part = sketch(piece[0], place, piece[1])
+            total = part if total is None else total + part.to(total.device)
         return np.zeros(SIZE) if total is None else total.cpu().numpy()
 
     def release(self) -> None:
@@ -294,6 +313,16 @@ class Capture(TorchFunctionMode):
         for handle in self._hooked.values():
             handle.remove()
         self._hooked.clear()
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def in_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """An optimizer of which this rank holds only a part of the parameters."""
+    return any(part_of(parameter) is not None for parameter in _parameters(optimizer))
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -314,7 +343,8 @@ def _scalar_of(node: Any) -> float | None:
     return value if kind == "MulBackward0" else (1 / value if value else None)
 
 
-def _hash(targets: Tensor | None) -> int:
+def hash_of(targets: Tensor | None) -> int:
+    """A hash of a call's targets; 0 where there are none, or they say nothing."""
     if targets is None or not targets.numel():
         return 0
     return int(row_hashes([targets.detach().reshape(1, -1)], 1)[0])
@@ -322,6 +352,8 @@ def _hash(targets: Tensor | None) -> int:
 
 def _finished(call: LossCall) -> records.Call:
     """The record of a call whose gradient has arrived; called after the backward pass."""
+    if call.whole is not None:
+        return _finished_whole(call, call.whole)
     weights = sum(call.gradients[1:], call.gradients[0]).double()
     supervised = torch.ones_like(weights, dtype=torch.bool) if call.supervised is None else call.supervised
     if call.reduction == "none":
@@ -341,4 +373,13 @@ def _finished(call: LossCall) -> records.Call:
         call.site, call.key, call.order, call.forward, call.function, call.reduction,
         denominator, tokens, weights.numel(), float(call.total),
         mean, low, high, examples, call.scalars, call.targets,
+    )  # fmt: skip
+
+
+def _finished_whole(call: LossCall, targets: int) -> records.Call:
+    weight = sum(float(gradient) for gradient in call.gradients)
+    weight /= targets if call.reduction == "mean" and targets else 1
+    return records.Call(
+        call.site, call.key, call.order, call.forward, call.function, call.reduction, float(targets), targets, targets,
+        float(call.total), weight, weight, weight, None, call.scalars, call.targets,
     )  # fmt: skip

@@ -120,6 +120,8 @@ class Step:
     gradients: int
     """Parameters that had a gradient."""
     low_precision: bool
+    in_parts: bool
+    """The sketches are of this rank's part; those of all ranks add up."""
     checksum: Sketch | None
     """Sketch of the parameters after the update."""
     old_graphs: int

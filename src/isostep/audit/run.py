@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..errors import InputError
+from .custom import named, run_with_loss
 from .document import Report
 from .watch import Watch
 
@@ -31,6 +33,8 @@ class Options:
     weighting: str = "declared"
     timeout: float = 600.0
     """Seconds that the script may take, and at most a tenth of it that ranks wait for each other afterwards."""
+    loss: str | None = None
+    """module:function of a loss that torch does not have."""
 
 
 class Run:
@@ -55,13 +59,15 @@ class Run:
         sys.argv, sys.path[0] = [str(script), *arguments], str(script.parent.resolve())
         try:
             with _without_meeting(self.watch):
-                runpy.run_path(str(script), run_name="__main__")
+                self._execute(script)
         except Stop:
             pass
         except SystemExit as end:
             if self._asked is None and end.code not in (None, 0):
                 log.ended = False
                 log.notes.append(f"the script ended by itself with exit code {end.code}")
+        except InputError:
+            raise
         except Exception as error:
             if self._asked is None:
                 log.ended = False
@@ -71,6 +77,16 @@ class Run:
             sys.argv, sys.path[:] = argv, path
             self._ended.set()
         return self._report()
+
+    def _execute(self, script: Path) -> None:
+        loss = self.options.loss
+        if loss is None:
+            runpy.run_path(str(script), run_name="__main__")
+        elif loss.partition(":")[0] in ("__main__", script.stem):
+            run_with_loss(script, loss.partition(":")[2], self.watch.capture)
+        else:
+            with named(self.watch.capture, loss):
+                runpy.run_path(str(script), run_name="__main__")
 
     def _report(self) -> Report:
         log = self.watch.capture.log

@@ -19,22 +19,33 @@ PERIOD = 1048573
 _signs: dict[torch.device, Tensor] = {}
 
 
-def sketch(values: Tensor, place: int) -> Tensor:
-    """The sketch of a tensor, float64, shape (SIZE,). `place` tells parameters apart: it chooses where signs begin."""
+def sketch(values: Tensor, place: int, begin: int = 0) -> Tensor:
+    """The sketch of a tensor, float64, shape (SIZE,). `place` tells parameters apart: it chooses where signs begin.
+
+    begin: elements of the whole tensor before these, where they are a part of it. Sketches of all parts add up to the
+    sketch of the whole.
+    """
     flat = (values.to_dense() if values.layout != torch.strided else values).detach().reshape(-1)
     signs = _signs_on(flat.device)
     total = torch.zeros(SIZE, dtype=torch.float64, device=flat.device)
-    offset = place * 7919 % PERIOD
-    begin = 0
-    while begin < flat.numel():
-        end = min(flat.numel(), begin + PERIOD - offset)
-        part = flat[begin:end].to(torch.float32) if flat.dtype != torch.float64 else flat[begin:end]
-        part = part * signs[offset : offset + end - begin]
-        whole = part.numel() // SIZE * SIZE
-        total += part[:whole].view(-1, SIZE).sum(0)
-        total[: part.numel() - whole] += part[whole:]
-        begin, offset = end, 0
+    done = 0
+    while done < flat.numel():
+        sign = (place * 7919 + begin + done) % PERIOD
+        part = flat[done : done + PERIOD - sign]
+        part = part.to(torch.float64 if part.dtype == torch.float64 else torch.float32)
+        _add(total, part * signs[sign : sign + part.numel()], (begin + done) % SIZE)
+        done += part.numel()
     return total
+
+
+def _add(total: Tensor, signed: Tensor, bucket: int) -> None:
+    """Add elements to the buckets in turn, beginning with `bucket`."""
+    head = signed[: (SIZE - bucket) % SIZE]
+    total[bucket : bucket + head.numel()] += head
+    signed = signed[head.numel() :]
+    whole = signed.numel() // SIZE * SIZE
+    total += signed[:whole].view(-1, SIZE).sum(0)
+    total[: signed.numel() - whole] += signed[whole:]
 
 
 def _signs_on(device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,7 +25,8 @@ def judge(logs: Sequence[Log], weighting: str = "declared") -> Report:
     times = timeline(logs)
     reasons = _reasons(logs, times, world)
     judged = [Judged(view, outcomes(view, weighting)) for view in times.updates if view.applied]
-    seen = [update for update in judged if _observed(update, reasons)]
+    seen = [update for update in judged if _blind(update) is None]
+    reasons += _blind_updates(judged)
     faults, verdict = faults_of_weights(seen, world, weighting)
     faults += _unsynchronised(judged) + _stale(seen, times) + _lost_at_the_end(logs, times)
     faults += faults_around(logs, times, seen, bool(faults))
@@ -71,23 +72,34 @@ def _without_consequences(faults: Sequence[Fault]) -> list[Fault]:
     return [fault for fault in faults if fault.kind not in hidden]
 
 
-def _observed(update: Judged, reasons: list[str]) -> bool:
-    """The update has weights that can be trusted; else says why not."""
+def _blind(update: Judged) -> str | None:
+    """Why the weights of an update cannot be trusted; None where they can."""
     view = update.view
-    number = f"update {view.index}"
     if not any(portion.call.tokens for portion in view.portions):
-        reasons.append(f"{number}: no known loss function was run backward")
-        return False
+        return (
+            "no known loss function was run backward (name yours with --loss module:function; run a compiled one "
+            "with TORCH_COMPILE_DISABLE=1)"
+        )
     if not np.isfinite(view.residual):
-        reasons.append(f"{number}: the gradient that was applied could not be read")
-        return False
+        return "the gradient that was applied could not be read (not finite, or in shards)"
     if view.residual > EXPLAINED and not view.low_precision:
-        reasons.append(f"{number}: {view.residual:.1%} of the applied gradient comes from nothing that was seen")
-        return False
+        return f"{view.residual:.0%} of the applied gradient comes from nothing that was seen"
     if not view.explained:
-        reasons.append(f"{number}: microbatches are too alike to tell what each contributed")
-        return False
-    return True
+        return "microbatches are too alike to tell what each contributed"
+    return None
+
+
+def _blind_updates(judged: Sequence[Judged]) -> list[str]:
+    """The reasons, each once, with its updates."""
+    numbers: dict[str, list[int]] = defaultdict(list)
+    for update in judged:
+        reason = _blind(update)
+        if reason is not None:
+            numbers[reason].append(update.view.index)
+    return [
+        f"update{'s' if len(of) > 1 else ''} {', '.join(map(str, of[:4]))}{', ...' if len(of) > 4 else ''}: {reason}"
+        for reason, of in numbers.items()
+    ]
 
 
 def _reasons(logs: Sequence[Log], times: Timeline, world: int) -> list[str]:
@@ -115,7 +127,7 @@ def _unsynchronised(judged: Sequence[Judged]) -> list[Fault]:
             evidence = "each rank applies another gradient: the replicas' own, reduced over none or not over all"
             return [Fault("unsynchronised-replicas", view.index, None, evidence, where)]
     for update in judged:
-        sums = [rank.steps[-1].checksum for rank in update.view.ranks]
+        sums = [step.checksum for step in (rank.steps[-1] for rank in update.view.ranks) if not step.in_parts]
         known = [s for s in sums if s is not None]
         if len(known) > 1 and any(np.linalg.norm(s - known[0]) > 1e-6 * np.linalg.norm(known[0]) for s in known[1:]):
             where = update.view.ranks[0].steps[-1].where

@@ -128,6 +128,8 @@ def timeline(logs: Sequence[Log]) -> Timeline:
     """All ranks' logs as updates with weights. The k-th update of a rank belongs to the k-th of every other."""
     ranks = [split(log) for log in logs]
     count = min(len(updates) for updates, _ in ranks)
+    for k in range(count):
+        _join_parts([updates[k] for updates, _ in ranks])
     views = [UpdateView(k, [updates[k] for updates, _ in ranks]) for k in range(count)]
     candidates = [_candidates(updates[:count]) for updates, _ in ranks]
     solved: dict[tuple[int, int], list[Factors]] = {}
@@ -138,6 +140,16 @@ def timeline(logs: Sequence[Log]) -> Timeline:
     for view in views:
         _fill(view, solved, candidates, used)
     return Timeline(views, [rest for _, rest in ranks])
+
+
+def _join_parts(ranks: Sequence[RankUpdate]) -> None:
+    """Give every rank the sketch of the whole gradient where each has that of its part."""
+    for steps in zip(*(rank.steps for rank in ranks), strict=False):
+        if all(step.in_parts and step.sketch is not None for step in steps):
+            for name in ("sketch", "final"):
+                whole = np.sum([getattr(step, name) for step in steps], axis=0)
+                for step in steps:
+                    setattr(step, name, whole)
 
 
 @dataclass

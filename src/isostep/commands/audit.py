@@ -63,6 +63,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=positive_float, default=600.0, metavar="S", help="seconds the script may take (default 600)"
     )
+    parser.add_argument(
+        "--loss", metavar="MODULE:FUNCTION",
+        help="a function of yours that computes the loss, where torch's own do not (a fused kernel, a custom one)",
+    )  # fmt: skip
     parser.add_argument("--json", type=json_path, metavar="FILE", help="write the report here, - for standard output")
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="a training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
@@ -84,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 def _audit(args: argparse.Namespace, finish: Any) -> Report:
     from ..audit.run import Options, Run
 
-    options = Options(args.updates, args.weighting, args.timeout)
+    options = Options(args.updates, args.weighting, args.timeout, args.loss)
     quiet = contextlib.redirect_stdout(sys.stderr) if args.json == "-" else contextlib.nullcontext()
     with quiet:
         return Run(options, finish).run(args.script, args.arguments)
@@ -103,8 +107,9 @@ def _start(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> Sequence[str]:
     updates = "all" if args.updates is None else str(args.updates)
     json_option = ["--json", "-"] if args.json == "-" else []
+    loss_option = [] if args.loss is None else ["--loss", args.loss]
     return [
-        "--updates", updates, "--weighting", args.weighting, "--timeout", str(args.timeout), *json_option,
+        "--updates", updates, "--weighting", args.weighting, "--timeout", str(args.timeout), *json_option, *loss_option,
         str(args.script), *args.arguments,
     ]  # fmt: skip
 
