@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+KEPT: list[Any] = []
 SCRIPTS = Path(__file__).parent / "audit_scripts"
 
 
@@ -104,7 +105,9 @@ def _audit(
         os.environ.update(names)
     try:
         options = Options(None if updates == "all" else int(updates), weighting, timeout=50)
-        return Run(options, lambda _: None).run(Path(path), args).document()
+        run = Run(options, lambda _: None)
+        KEPT.append(run)  # and with it the process group, whose end can hang the next script
+        return run.run(Path(path), args).document()
     finally:
         for name in names:
             os.environ.pop(name, None)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .document import Report
-    from .watch import Watch, assert_exact, watch
+    from .watching import Watch, assert_exact, watch
 
-_HOME = {"Report": "document", "Watch": "watch", "assert_exact": "watch", "watch": "watch"}
+_HOME = {"Report": "document", "Watch": "watching", "assert_exact": "watching", "watch": "watching"}
 
 __all__ = ["Report", "Watch", "assert_exact", "watch"]
 

@@ -112,6 +112,12 @@ class Report:
         """See `exit_code`."""
         return exit_code(self.verdict, len(self.findings))
 
+    def __str__(self) -> str:
+        """The report as `isostep audit` prints it."""
+        from .text import report_text
+
+        return report_text(self.document())
+
     def document(self) -> dict[str, Any]:
         """The report as JSON values. A number that is not finite becomes null."""
         return {"schema": 1, **_plain(asdict(self))}

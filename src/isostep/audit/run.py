@@ -15,7 +15,7 @@ from pathlib import Path
 from ..errors import InputError
 from .custom import named, run_with_loss
 from .document import Report
-from .watch import Watch
+from .watching import Watch
 
 PATIENCE = 10.0
 """Seconds that a script has to end once it has been asked to."""

@@ -25,6 +25,7 @@ class Meeting:
     def __init__(self) -> None:
         self.rank, self.world = 0, 1
         self._store: Any = None
+        self._group: Any = None
         self._rounds = 0
         if dist.is_available() and dist.is_initialized():
             self.joined()
@@ -34,6 +35,8 @@ class Meeting:
     def joined(self) -> None:
         """The default process group exists now."""
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        # A group that dies in destroy_process_group, while a thread of it still drops its last work, can hang (torch 2.13)
+        self._group = dist.group.WORLD
         self._store = PrefixStore("isostep/audit", dist.distributed_c10d._get_default_store())
 
     def gather(self, value: Any, seconds: float, fold: Callable[[list[Any]], Any]) -> Any:

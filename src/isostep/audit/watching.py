@@ -12,7 +12,6 @@ from ..errors import InputError
 from .around import installed, replaced
 from .capture import Capture
 from .document import EXACT, WEIGHTINGS, Report
-from .text import report_text
 from .verdict import judge
 
 
@@ -94,7 +93,7 @@ def assert_exact(train: Callable[[], Any], weighting: str = "declared", timeout:
         train()
     report = seen.report()
     if report.verdict != EXACT or report.findings:
-        raise AssertionError("the update is not exact\n" + report_text(report.document()))
+        raise AssertionError(f"the update is not exact\n{report}")
     return report
 
 
