@@ -69,6 +69,27 @@ class _Call:
     low_precision: bool = False
 
 
+@dataclass
+class _Clipped:
+    """A gradient before it was clipped, and by how much that was."""
+
+    backwards: int
+    """Backward passes before."""
+    gradient: np.ndarray | None
+    coefficient: float | None = 1.0
+    """None where it was clipped otherwise than as a whole by one factor."""
+
+    def undone(self, final: np.ndarray, factor: float) -> np.ndarray:
+        """The gradient without clipping; the final one if something else than clipping has changed it since."""
+        if self.gradient is None:
+            return final
+        before = self.gradient * factor
+        if self.coefficient is None:
+            return before
+        apart = np.linalg.norm(final - self.coefficient * before)
+        return before if apart <= 1e-3 * np.linalg.norm(final) else final
+
+
 class _Around:
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
@@ -78,8 +99,8 @@ class _Around:
         self.call: _Call | None = None
         self.calls = 0
         self.parameters: dict[int, np.ndarray | None] = {}
-        self.before_clip: dict[int, tuple[int, np.ndarray | None]] = {}
-        """Per optimizer: the backward passes before the first clipping, and the gradient then."""
+        self.clipped: dict[int, _Clipped] = {}
+        """Per optimizer: the gradient before it was first clipped after the last backward pass."""
         self.backwards_at_update = 0
         self.scale: float | None = None
         """Of the GradScaler that scaled a loss since the last update."""
@@ -175,9 +196,10 @@ class _Around:
         factor = 1.0 if grad_scale is None else 1 / float(grad_scale)
         final = self.capture.sketch_of(optimizer, lambda parameter: parameter.grad)
         call.final = None if final is None else final * factor
-        backwards, before = self.before_clip.pop(call.index, (-1, None))
-        clipped = backwards == self.capture.backwards
-        call.sketch = before * factor if clipped and before is not None else call.final
+        call.sketch = call.final
+        clipped = self.clipped.pop(call.index, None)
+        if clipped is not None and clipped.backwards == self.capture.backwards and call.final is not None:
+            call.sketch = clipped.undone(call.final, factor)
 
     def after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self.depth -= 1
@@ -255,7 +277,7 @@ class _Around:
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             owners = self._before_clipping(given)
             norm = original(given, max_norm, *args, **kwargs)
-            self._write_clip(owners, "norm", min(1.0, float(max_norm) / (float(whole_of(norm)) + 1e-6)))
+            self._write_clip(given, owners, "norm", min(1.0, float(max_norm) / (float(whole_of(norm)) + 1e-6)))
             return norm
 
         return clip
@@ -268,7 +290,7 @@ class _Around:
                 (float(p.grad.abs().max()) for p in given if p.grad is not None and p.grad.numel()), default=0
             )
             result = original(given, clip_value, *args, **kwargs)
-            self._write_clip(owners, "value", min(1.0, float(clip_value) / (largest + 1e-30)))
+            self._write_clip(given, owners, "value", min(1.0, float(clip_value) / (largest + 1e-30)))
             return result
 
         return clip
@@ -276,12 +298,20 @@ class _Around:
     def _before_clipping(self, parameters: list[Tensor]) -> tuple[int, ...]:
         owners = self._owners(parameters)
         for index, optimizer in self.capture.living():
-            if index in owners and self.before_clip.get(index, (-1, None))[0] != self.capture.backwards:
+            known = self.clipped.get(index)
+            if index in owners and (known is None or known.backwards != self.capture.backwards):
                 gradient = self.capture.sketch_of(optimizer, lambda parameter: parameter.grad)
-                self.before_clip[index] = (self.capture.backwards, gradient)
+                self.clipped[index] = _Clipped(self.capture.backwards, gradient)
         return owners
 
-    def _write_clip(self, owners: tuple[int, ...], by: str, coefficient: float) -> None:
+    def _write_clip(self, given: list[Tensor], owners: tuple[int, ...], by: str, coefficient: float) -> None:
+        for index, optimizer in self.capture.living():
+            clipped = self.clipped.get(index)
+            if index in owners and clipped is not None:
+                ids = {id(parameter) for parameter in given}
+                whole = all(id(p) in ids for g in optimizer.param_groups for p in g["params"] if p.grad is not None)
+                as_one = by == "norm" and whole and clipped.coefficient is not None
+                clipped.coefficient = (clipped.coefficient or 1.0) * coefficient if as_one else None
         scaled = self.scale not in (None, 1.0) and not self.unscaled.issuperset(owners)
         self.log.append(records.Clip(owners, places.script_line(), by, coefficient, scaled))
 
@@ -301,9 +331,9 @@ class _Around:
             index = self.capture.index_of(getattr(optimizer, "optimizer", optimizer))
             if scaler.is_enabled() and index not in self.unscaled:
                 self.unscaled.add(index)
-                backwards, before = self.before_clip.get(index, (-1, None))
-                if before is not None:
-                    self.before_clip[index] = (backwards, before / scaler.get_scale())
+                clipped = self.clipped.get(index)
+                if clipped is not None and clipped.gradient is not None:
+                    clipped.gradient = clipped.gradient / scaler.get_scale()
             return result
 
         return unscale

@@ -258,7 +258,7 @@ class Capture(TorchFunctionMode):
         """Give every loss call below `nodes` the scalars on its way; True if another way leads to parameters."""
         bypassed = False
         waiting: list[tuple[Any, tuple[float, ...]]] = [(node, ()) for node in nodes]
-        seen = set()
+        seen, sunk = set(), False
         while waiting and len(seen) < MOST_NODES:
             node, scalars = waiting.pop()
             if node in seen:
@@ -268,7 +268,10 @@ class Capture(TorchFunctionMode):
             if call is not None:
                 call.scalars = scalars
                 continue
-            bypassed |= type(node).__name__ == "AccumulateGrad"
+            kind = type(node).__name__
+            if kind == "_DDPSinkBackward":  # all outputs of a model pass through it, the loss among them
+                sunk = True
+            bypassed |= kind == "AccumulateGrad" and not sunk
             scalar = _scalar_of(node)
             below = scalars if scalar is None else (*scalars, scalar)
             waiting.extend((following, below) for following, _ in node.next_functions if following is not None)

@@ -122,6 +122,8 @@ def _factors(
         return [], EXACT, False
     faults: list[Fault] = []
     base = _base(usable, usual)
+    if base and any("not divided by A" in (cause_of(base, o, world, 1e-2) or "") for _, o in usable):
+        base = None  # nothing is divided, so an odd group is not divided by the wrong number either
     regular: list[tuple[Judged, Outcome]] = []
     for update, outcome in usable:
         expected = usual[update.optimizers]
@@ -162,32 +164,34 @@ def _constant(regular: Sequence[tuple[Judged, Outcome]], world: int, declared: b
     constant = same(factors, tolerance)
     if constant and abs(factors[0] - 1) <= tolerance:
         return [], EXACT, True
-    mismatches = [_count_mismatch(u, o, tolerance) for u, o in regular]
-    if declared and not all(mismatches) and _follows_a_count(regular, tolerance, constant):
-        return [], EXACT_UP_TO_FACTOR, True
-    if constant and any(
-        abs(factors[0] / allowed - 1) <= tolerance
-        for allowed in allowed_factors(outcome, world, update.view.scale)
-        if allowed
-    ):
-        return [], EXACT_UP_TO_FACTOR, True
-    cause = cause_of(factors[0], outcome, world, tolerance) if constant else None
-    if cause is not None and cause.startswith("not divided by the "):
-        sums_tokens = all(abs(o.factor / float(o.tokens.sum()) - 1) <= tolerance for _, o in regular)
-        cause = cause if sums_tokens else None
-    if cause is None:
+    off = [(u, o) for u, o in regular if abs(o.factor - 1) > tolerance]
+    empty = [_empty_counted(u, o, tolerance) for u, o in off]
+    if all(empty):
+        return [fault for fault in empty if fault], INEXACT, False
+    allowed = [factor for factor in allowed_factors(outcome, world, update.view.scale) if factor]
+    factor, cause = None, None
+    if constant:
+        if any(abs(factors[0] / known - 1) <= tolerance for known in allowed):
+            return [], EXACT_UP_TO_FACTOR, True
+        readings = [(factors[0] / known, cause_of(factors[0] / known, outcome, world, tolerance)) for known in allowed]
+        readings = readings[:1] + [reading for reading in readings if "tokens" not in (reading[1] or "")]
+        factor, cause = next((reading for reading in readings if reading[1]), (factors[0], None))
+    follows = declared and _follows_a_count(regular, tolerance, constant)
+    if cause is None and not _is_plain_sum(regular, tolerance):
+        mismatches = [
+            _empty_counted(u, o, tolerance) or _count_mismatch(u, o, tolerance, exactly=follows or constant)
+            for u, o in off
+        ]
         if all(mismatches):
             return [fault for fault in mismatches if fault], INEXACT, False
-        same_sum = [abs(o.factor / float(o.tokens.sum()) - 1) <= tolerance for _, o in regular]
-        if all(same_sum) and not outcome.means:
-            cause = "a sum that is divided by no count"
-    factor = factors[0] if constant else None
+    if follows:
+        return [], EXACT_UP_TO_FACTOR, True
+    if cause is None and not outcome.means and _is_plain_sum(regular, tolerance):
+        cause = "a sum over tokens that is divided by no count of them"
     what = (
         f"every weight is {factors[0]:.6g} of what it should be"
         if constant
-        else (
-            f"weights are {min(factors):.4g} to {max(factors):.4g} of what they should be, and change between updates"
-        )
+        else f"weights are {min(factors):.4g} to {max(factors):.4g} of what they should be, and change between updates"
     )
     evidence = f"{what}: {cause or 'the script multiplies by a number of its own'}"
     only = update.view.index if len(regular) == 1 else None
@@ -195,9 +199,14 @@ def _constant(regular: Sequence[tuple[Judged, Outcome]], world: int, declared: b
     return [Fault("scale", only, factor, evidence, site, cause)], verdict, False
 
 
+def _is_plain_sum(regular: Sequence[tuple[Judged, Outcome]], tolerance: float) -> bool:
+    """Every token weighs 1: nothing is divided."""
+    return all(abs(o.factor / o.denominator - 1) <= tolerance for _, o in regular)
+
+
 def _follows_a_count(regular: Sequence[tuple[Judged, Outcome]], tolerance: float, constant: bool) -> bool:
     """A sum that is divided by nothing, or by what is the same in every update, or by the number of examples."""
-    weights = [outcome.factor / float(outcome.tokens.sum()) for _, outcome in regular]
+    weights = [outcome.factor / outcome.denominator for _, outcome in regular]
     if not constant:
         examples = [
             float(sum((p.call.examples[0] > 0).sum() for p in o.portions if p.call.examples)) for _, o in regular
@@ -211,14 +220,22 @@ def _follows_a_count(regular: Sequence[tuple[Judged, Outcome]], tolerance: float
     return not varied and (recognised is None or any(abs(weights[0] / value - 1) <= tolerance for value in plain))
 
 
-def _count_mismatch(update: Judged, outcome: Outcome, tolerance: float) -> Fault | None:
-    """The update is divided by another whole number of targets, or of microbatches, than it has."""
+def _empty_counted(update: Judged, outcome: Outcome, tolerance: float) -> Fault | None:
+    """The update is divided by its microbatches, those without a target included."""
+    total, filled = len(outcome.portions), sum(portion.call.tokens > 0 for portion in outcome.portions)
+    if filled == total or abs(outcome.factor * total / filled - 1) > tolerance:
+        return None
+    evidence = f"{total} microbatches, {total - filled} without a target: divided by {total}, not by {filled}"
+    return Fault("count-mismatch", update.view.index, outcome.factor, evidence, outcome.portions[0].call.site)
+
+
+def _count_mismatch(update: Judged, outcome: Outcome, tolerance: float, exactly: bool) -> Fault | None:
+    """The update is divided by another whole number of targets than it has.
+
+    exactly: only by a number that has a name; else by any that differs by at most one target per example.
+    """
     portions = outcome.portions
-    filled = sum(portion.call.tokens > 0 for portion in portions)
     site = portions[0].call.site
-    if filled < len(portions) and abs(outcome.factor * len(portions) / filled - 1) <= tolerance:
-        what = f"{len(portions)} microbatches, {len(portions) - filled} without a target: divided by {len(portions)}"
-        return Fault("count-mismatch", update.view.index, outcome.factor, f"{what}, not by {filled}", site)
     total = float(sum(portion.denominator for portion in portions))
     divided = total / outcome.factor
     examples = [int((p.call.examples[0] > 0).sum()) if p.call.examples else 0 for p in portions]
@@ -231,4 +248,8 @@ def _count_mismatch(update: Judged, outcome: Outcome, tolerance: float) -> Fault
         if count > 0 and count != total and abs(divided / count - 1) <= min(tolerance, 0.2 * abs(count / total - 1)):
             evidence = f"divided by {count:g}, {words}; {total:g} are summed"
             return Fault("count-mismatch", update.view.index, outcome.factor, evidence, site)
+    extra = divided - total
+    if not exactly and 0.5 < abs(extra) <= sum(examples) and abs(extra - round(extra)) <= 0.02:
+        evidence = f"divided by {divided:.0f} where {total:g} targets are summed"
+        return Fault("count-mismatch", update.view.index, outcome.factor, evidence, site)
     return None

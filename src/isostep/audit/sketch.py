@@ -57,8 +57,8 @@ def _signs_on(device: torch.device) -> Tensor:
 
 
 def row_hashes(tensors: list[Tensor], rows: int) -> Tensor:
-    """One int64 hash per row of the first axis, over all tensors; 0 where a row holds less than four numbers, or one
-    number only. Of long rows, 4096 numbers are taken.
+    """One int64 hash per row of the first axis, over all tensors; 0 where a row says little: one number only, or less
+    than four whole ones or two others. Of long rows, 4096 numbers are taken.
     """
     total = torch.zeros(rows, dtype=torch.int64, device=tensors[0].device)
     telling = torch.zeros(rows, dtype=torch.bool, device=tensors[0].device)
@@ -68,7 +68,7 @@ def row_hashes(tensors: list[Tensor], rows: int) -> Tensor:
         factors = (torch.arange(1, values.shape[1] + 1, device=values.device) * 6364136223846793005) | 1
         hashed = (values * factors).sum(1)
         total = (total ^ (hashed ^ (hashed >> 29))) * 1442695040888963407
-        if values.shape[1] >= 4:
+        if values.shape[1] >= (2 if tensor.is_floating_point() else 4):
             telling |= (values != values[:, :1]).any(1)
     return torch.where(telling, total | 1, 0)
 

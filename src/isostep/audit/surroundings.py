@@ -211,21 +211,19 @@ def _dropout(logs: Sequence[Log], timeline: Timeline) -> Iterator[Fault]:
 
 def _duplicates(logs: Sequence[Log], timeline: Timeline) -> Iterator[Fault]:
     """By the index that a DataLoader fetched, and by content; content alone only within one update."""
-    by_index = _repeated_indices(logs)
     repeated: Counter[int] = Counter()
     for log in logs:
-        for update in _trained(log):
-            repeated.update(update)
+        repeated.update(h for event in log.events if isinstance(event, Forward) for h in _telling(event))
     contents = sum(count > 1 for count in repeated.values())
+    by_index = _repeated_indices(logs if repeated else logs[:1])  # without contents, ranks may hold other data each
     if by_index is not None:
-        indices, loader = by_index
-        if indices and (contents or not repeated):
-            shown = ", ".join(map(str, indices[:6])) + (" and more" if len(indices) > 6 else "")
+        if by_index and (contents or not repeated):
+            shown = ", ".join(map(str, by_index[:6])) + (" and more" if len(by_index) > 6 else "")
             ranks = "on several ranks or " if len(logs) > 1 else ""
             evidence = (
-                f"examples {shown} are used {ranks}more than once in one pass over the data ({len(indices)} in all)"
+                f"examples {shown} are used {ranks}more than once in one pass over the data ({len(by_index)} in all)"
             )
-            yield Fault("duplicate-example", None, None, evidence, loader)
+            yield Fault("duplicate-example", None, None, evidence, None)
         return
     for view in timeline.updates:
         hashes: Counter[int] = Counter()
@@ -242,12 +240,6 @@ def _telling(event: Forward) -> list[int]:
     return [] if event.hashes is None else [int(h) for h in event.hashes if h]
 
 
-def _trained(log: Log) -> Iterator[list[int]]:
-    for event in log.events:
-        if isinstance(event, Forward):
-            yield _telling(event)
-
-
 def _rerun(ranks: Sequence[RankUpdate]) -> bool:
     """One rank runs the same examples forward several times within an update: several models, or several passes."""
     for rank in ranks:
@@ -257,7 +249,7 @@ def _rerun(ranks: Sequence[RankUpdate]) -> bool:
     return False
 
 
-def _repeated_indices(logs: Sequence[Log]) -> tuple[list[int], str | None] | None:
+def _repeated_indices(logs: Sequence[Log]) -> list[int] | None:
     """Indices that come more than once within one pass of a training loader over its data; None without a loader."""
     training: dict[int, Counter[int]] = defaultdict(Counter)
     for log in logs:
@@ -277,8 +269,7 @@ def _repeated_indices(logs: Sequence[Log]) -> tuple[list[int], str | None] | Non
                 training[batch.loader].update(batch.indices)
     if not training:
         return None
-    repeated = sorted({i for counts in training.values() for i, count in counts.items() if count > 1})
-    return repeated, None
+    return sorted({i for counts in training.values() for i, count in counts.items() if count > 1})
 
 
 # ------------------------------------------------------------------------------------------------ precision, logs
@@ -323,7 +314,7 @@ def _logged(judged: Sequence[Judged]) -> Iterator[Fault]:
             if isinstance(event, Logged):
                 reads[event.where].append(event.value)
         for where, values in reads.items():
-            if len(values) != 1 or not np.isfinite(values[0]):
+            if len(values) != 1 or not np.isfinite(values[0]) or not values[0]:
                 continue
             for words, candidates in wrong.items():
                 close = any(abs(values[0] - c) <= 1e-6 * max(abs(c), 1e-12) for c in candidates)

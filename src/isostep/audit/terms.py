@@ -51,6 +51,11 @@ class Outcome:
         return np.array([portion.call.tokens for portion in self.portions], dtype=float)
 
     @property
+    def denominator(self) -> float:
+        """What a mean over all portions divides by, or would."""
+        return sum(portion.denominator for portion in self.portions)
+
+    @property
     def means(self) -> bool:
         """The loss call divides by a count of its own."""
         return self.portions[0].call.reduction == "mean"
@@ -67,50 +72,75 @@ class Outcome:
         return not self.kinds and self.unknown is None
 
 
-def outcomes(view: UpdateView, weighting: str) -> list[Outcome]:
-    """Every loss term of an update, judged. Numbers the terms of the portions."""
-    terms: dict[tuple[int, ...], list[Portion]] = defaultdict(list)
+def outcomes(views: Sequence[UpdateView], weighting: str) -> list[list[Outcome]]:
+    """Every loss term of every update, judged. Numbers the terms of the portions.
+
+    A term is a loss call at one place of the code. Where that does not come out exact, places that may be one loss in
+    the code of a loop (its last microbatch is often written apart) are taken as one.
+    """
+    terms = [_terms(view) for view in views]
+    found = [_judged(view, of_view, weighting) for view, of_view in zip(views, terms, strict=True)]
+    homes = _homes(terms)
+    if any(home != term for term, home in homes.items()) and not all(
+        _exact(outcome, view) for view, of_view in zip(views, found, strict=True) for outcome in of_view
+    ):
+        together = [_moved(of_view, homes) for of_view in terms]
+        found = [_judged(view, of_view, weighting) for view, of_view in zip(views, together, strict=True)]
+    for of_view in found:
+        for number, outcome in enumerate(of_view):
+            for portion in outcome.portions:
+                portion.term = number
+    return found
+
+
+Term = tuple[int, int]
+"""A place of the code, and which of its calls within one forward pass."""
+
+
+def _terms(view: UpdateView) -> dict[Term, list[Portion]]:
+    terms: dict[Term, list[Portion]] = defaultdict(list)
     seen: dict[tuple[int, int, int, int], int] = defaultdict(int)
     for portion in view.portions:
         call = portion.call
         place = portion.rank, portion.backward.index, call.forward, call.key
         terms[call.key, seen[place]].append(portion)
         seen[place] += 1
-    found = _judged(view, terms, weighting)
-    if len(terms) > 1 and not all(_exact(outcome, view) for outcome in found):
-        merged = _merged(terms)
-        if len(merged) < len(terms):
-            found = _judged(view, merged, weighting)
-    for number, outcome in enumerate(found):
-        for portion in outcome.portions:
-            portion.term = number
-    return found
+    return terms
+
+
+def _homes(terms: Sequence[dict[Term, list[Portion]]]) -> dict[Term, Term]:
+    """Terms that may be one: the same function and reduction, and never both after one forward pass."""
+    kinds: dict[Term, set[tuple[str, str]]] = defaultdict(set)
+    passes: dict[Term, set[tuple[int, int, int]]] = defaultdict(set)
+    for of_view in terms:
+        for term, portions in of_view.items():
+            kinds[term] |= {(p.call.function, p.call.reduction) for p in portions}
+            passes[term] |= {(p.rank, p.backward.index, p.call.forward) for p in portions}
+    homes: dict[Term, Term] = {}
+    for term in kinds:
+        fits = (home for home in homes.values() if kinds[home] == kinds[term] and not passes[home] & passes[term])
+        homes[term] = home = next(fits, term)
+        passes[home] |= passes[term]
+    return homes
+
+
+def _moved(terms: dict[Term, list[Portion]], homes: dict[Term, Term]) -> dict[Term, list[Portion]]:
+    moved: dict[Term, list[Portion]] = defaultdict(list)
+    for term, portions in terms.items():
+        moved[homes[term]].extend(portions)
+    return moved
 
 
 def _exact(outcome: Outcome, view: UpdateView) -> bool:
-    return outcome.sound and (not outcome.means or abs(outcome.factor - 1) <= tolerance_of(view))
-
-
-def _merged(terms: dict[tuple[int, ...], list[Portion]]) -> dict[tuple[int, ...], list[Portion]]:
-    """Terms that are one loss called in two places: the same function, and never twice in one backward pass."""
-    result: dict[tuple[int, ...], list[Portion]] = {}
-    for key, portions in terms.items():
-        for other in result.values():
-            alike = {(p.call.function, p.call.reduction) for p in (*portions, *other)}
-            passes = {(p.rank, p.backward.index) for p in other}
-            if len(alike) == 1 and not any((p.rank, p.backward.index) in passes for p in portions):
-                other.extend(portions)
-                break
-        else:
-            result[key] = list(portions)
-    return result
+    empty = not outcome.tokens.any()
+    return empty or (outcome.sound and abs(outcome.factor - 1) <= tolerance_of(view))
 
 
 def tolerance_of(view: UpdateView) -> float:
     return LOW_TOLERANCE if view.low_precision else TOLERANCE
 
 
-def _judged(view: UpdateView, terms: dict[tuple[int, ...], list[Portion]], weighting: str) -> list[Outcome]:
+def _judged(view: UpdateView, terms: dict[Term, list[Portion]], weighting: str) -> list[Outcome]:
     found = []
     for term, portions in terms.items():
         outcome = Outcome(term, portions, _expected(portions, weighting))
@@ -161,6 +191,10 @@ def _judge(outcome: Outcome, view: UpdateView, weighting: str) -> None:
         return
     kept = [portion for portion in outcome.portions if portion.call.tokens]
     outcome.kinds, outcome.factor = _pattern(kept, ratios, tolerance)
+    by_tokens = outcome.factor / outcome.denominator * outcome.tokens.sum()
+    if not outcome.means and abs(by_tokens - 1) <= tolerance:  # a weighted sum may be divided by its tokens instead
+        outcome.expected = np.where(chosen, 1 / outcome.tokens.sum(), np.nan)
+        outcome.factor = float(by_tokens)
 
 
 def _judge_examples(outcome: Outcome, chosen: np.ndarray, tolerance: float, weighting: str) -> None:
@@ -183,7 +217,9 @@ def _judge_examples(outcome: Outcome, chosen: np.ndarray, tolerance: float, weig
 def same(values: Iterable[float], tolerance: float) -> bool:
     """All values are equal, relatively."""
     array = np.asarray(list(values), dtype=float)
-    return bool(np.isfinite(array).all()) and np.ptp(array) <= tolerance * np.abs(array).max(initial=0)
+    if not array.size:
+        return True
+    return bool(np.isfinite(array).all()) and float(np.ptp(array)) <= tolerance * float(np.abs(array).max())
 
 
 def _pattern(portions: Sequence[Portion], ratios: np.ndarray, tolerance: float) -> tuple[list[str], float]:
@@ -205,6 +241,11 @@ def _pattern(portions: Sequence[Portion], ratios: np.ndarray, tolerance: float) 
         return ["mean-of-replicas"], float(totals.sum())
     if all(same(shares[of_rank], tolerance) for of_rank in per_rank) and same(totals / tokens, tolerance):
         return ["mean-of-means"], float(totals.sum())
+    numbers = np.array([portion.microbatch for portion in portions])
+    per_number = [numbers == number for number in sorted(set(numbers.tolist()))]
+    across = np.array([shares[of_number].sum() for of_number in per_number])
+    if all(same(weights[of_number], tolerance) for of_number in per_number) and same(across, tolerance):
+        return ["mean-of-means"], float(across.sum())  # each microbatch by its count over all ranks
     if _other_counts(portions, weights, tolerance):
         return ["count-mismatch"], float("nan")
     return ["uneven-weights"], float("nan")

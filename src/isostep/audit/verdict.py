@@ -24,7 +24,8 @@ def judge(logs: Sequence[Log], weighting: str = "declared") -> Report:
     world = max(log.world for log in logs)
     times = timeline(logs)
     reasons = _reasons(logs, times, world)
-    judged = [Judged(view, outcomes(view, weighting)) for view in times.updates if view.applied]
+    applied = [view for view in times.updates if view.applied]
+    judged = [Judged(view, of_view) for view, of_view in zip(applied, outcomes(applied, weighting), strict=True)]
     seen = [update for update in judged if _blind(update) is None]
     reasons += _blind_updates(judged)
     faults, verdict = faults_of_weights(seen, world, weighting)
@@ -55,8 +56,26 @@ INEXACT_KINDS = {
 
 CONSEQUENCES = {
     "no-update": {"lost-microbatch"},
-    "unsynchronised-replicas": {"mean-of-replicas", "mean-of-means", "lost-microbatch", "uneven-weights", "scale"},
-    "clip-per-microbatch": {"uneven-weights", "mean-of-means", "scale", "mean-of-replicas"},
+    "unsynchronised-replicas": {
+        "mean-of-replicas",
+        "mean-of-means",
+        "lost-microbatch",
+        "uneven-weights",
+        "scale",
+        "term-scale",
+        "count-mismatch",
+        "partial-group",
+    },
+    "clip-per-microbatch": {
+        "uneven-weights",
+        "mean-of-means",
+        "scale",
+        "term-scale",
+        "mean-of-replicas",
+        "lost-microbatch",
+        "count-mismatch",
+        "partial-group",
+    },
     "clip-before-unscale": {"scale"},
     "stale-gradient": {"uneven-weights", "scale"},
     "low-precision-sum": {"uneven-weights", "scale", "mean-of-means"},

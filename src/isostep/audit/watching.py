@@ -59,7 +59,6 @@ class Watch:
         log = self.capture.log
         log.rank, log.world = self.meeting.rank, self.meeting.world
         report: Report = self.meeting.gather(log, self.timeout, lambda logs: judge(logs, self.weighting))
-        self.meeting.read()
         self._report = report
         return report
 

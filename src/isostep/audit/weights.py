@@ -289,7 +289,7 @@ def _agree(table: np.ndarray, sketches: Sequence[np.ndarray | None], low: bool) 
 def _replayed(backward: Backward, rank: int, listed: Sequence[tuple[int, Backward, bool]]) -> bool:
     """A pass that reached nothing, over targets that a later pass of the update ran again (a probe or a rehearsal)."""
     targets = {call.targets for call in backward.calls}
-    return bool(targets) and any(
+    return bool(targets) and 0 not in targets and any(
         alive and other_rank == rank and other.index > backward.index
         and targets <= {call.targets for call in other.calls}
         for other_rank, other, alive in listed

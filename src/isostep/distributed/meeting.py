@@ -26,7 +26,6 @@ class Meeting:
         self.rank, self.world = 0, 1
         self._store: Any = None
         self._group: Any = None
-        self._rounds = 0
         if dist.is_available() and dist.is_initialized():
             self.joined()
         elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -35,7 +34,7 @@ class Meeting:
     def joined(self) -> None:
         """The default process group exists now."""
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        # A group that dies in destroy_process_group, while a thread of it still drops its last work, can hang (torch 2.13)
+        # one that dies in destroy_process_group, while its thread drops the last work, can hang (torch 2.13)
         self._group = dist.group.WORLD
         self._store = PrefixStore("isostep/audit", dist.distributed_c10d._get_default_store())
 
@@ -47,13 +46,14 @@ class Meeting:
         if self.world == 1:
             return fold([value])
         store = self._store = self._store or self._of_launcher(seconds)
-        self._rounds += 1
         if store is None:
             return fold([value])
-        name = f"{self._rounds}"
+        name = f"{store.add(f'meetings of {self.rank}', 1)}"  # ranks meet in one order, and may meet again
         if self.rank:
             _send(store, f"{name}/{self.rank}", value)
-            return _receive(store, f"{name}/answer", 2 * seconds)
+            answer = _receive(store, f"{name}/answer", 2 * seconds)
+            store.set(f"{name}/read/{self.rank}", "1")
+            return answer
         values = [value]
         for rank in range(1, self.world):
             try:
@@ -64,15 +64,10 @@ class Meeting:
         _send(store, f"{name}/answer", answer)
         for rank in range(1, len(values)):  # a store that lives in this process stays until all have read it
             try:
-                store.wait([f"{name}/answer/read/{rank}"], timedelta(seconds=min(seconds, 10)))
+                store.wait([f"{name}/read/{rank}"], timedelta(seconds=min(seconds, 10)))
             except (RuntimeError, ValueError):
                 break
         return answer
-
-    def read(self) -> None:
-        """This rank has what it came for."""
-        if self.rank and self._store is not None:
-            self._store.set(f"{self._rounds}/answer/read/{self.rank}", b"1")
 
     def _of_launcher(self, seconds: float) -> Any:
         """The store of torchrun's agent, where the script has started no process group."""
