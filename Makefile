@@ -4,7 +4,7 @@ RUN_DIR ?= runs/default
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test test-all lint bench clean
+.PHONY: train test test-all test-peers lint bench clean
 
 train: .venv/run  ## train the built-in decoder on the embedded functions with 2 workers
 	$(BIN)/isostep train examples/run.toml --run-dir $(RUN_DIR)
@@ -15,6 +15,9 @@ test: .venv/dev  ## a covering subset, under 10 minutes on 2 cores
 test-all: .venv/dev  ## everything, the full grids included
 	$(BIN)/pytest
 
+test-peers: .venv-peers/ready  ## the audit on real libraries: transformers, accelerate, lightning, trl
+	.venv-peers/bin/pytest tests/peers
+
 lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -24,7 +27,7 @@ bench: .venv/dev  ## prints the table of benchmarks/README.md
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf .venv build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peers build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
 
 .venv/run: requirements.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -34,4 +37,10 @@ clean:
 
 .venv/dev: requirements-dev.txt .venv/run
 	$(PIP) -r requirements-dev.txt
+	touch $@
+
+.venv-peers/ready: requirements-peers.txt requirements.txt pyproject.toml
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-peers.txt
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
 	touch $@

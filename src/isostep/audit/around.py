@@ -24,6 +24,7 @@ from torch.utils.data import dataloader
 from ..distributed.shards import whole_of
 from . import places, records
 from .capture import Capture, in_parts
+from .custom import function_apply
 
 Wrap = Callable[[Any], Callable[..., Any]]
 
@@ -41,13 +42,15 @@ def installed(capture: Capture) -> Iterator[None]:
         stack.callback(register_optimizer_step_post_hook(around.after_step).remove)
         for owner, name, wrap in around.replacements():
             stack.enter_context(replaced(owner, name, wrap))
+        stack.enter_context(replaced(torch.autograd.Function, "apply", lambda apply: function_apply(capture, apply)))
         yield
 
 
 @contextmanager
 def replaced(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
     original = vars(owner)[name]
-    setattr(owner, name, functools.wraps(original)(wrap(original)))
+    wrapped = wrap(original)
+    setattr(owner, name, wrapped if isinstance(wrapped, classmethod) else functools.wraps(original)(wrapped))
     try:
         yield
     finally:

@@ -57,6 +57,8 @@ class LossCall:
     targets: int
     whole: int | None = None
     """Targets of a loss that is only seen reduced."""
+    sign: float = 1.0
+    """-1 for log-probabilities, whose negative is the loss."""
     gradients: list[Tensor] = field(default_factory=list)
     scalars: tuple[float, ...] = ()
 
@@ -357,7 +359,7 @@ def _finished(call: LossCall) -> records.Call:
     """The record of a call whose gradient has arrived; called after the backward pass."""
     if call.whole is not None:
         return _finished_whole(call, call.whole)
-    weights = sum(call.gradients[1:], call.gradients[0]).double()
+    weights = sum(call.gradients[1:], call.gradients[0]).double() * call.sign
     supervised = torch.ones_like(weights, dtype=torch.bool) if call.supervised is None else call.supervised
     if call.reduction == "none":
         supervised = supervised & (weights != 0)

@@ -76,6 +76,34 @@ def watched(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any
     return call
 
 
+PER_TOKEN = {"ChunkedLogProbFunction": 3}
+"""Autograd functions of libraries that give log-probabilities per token first, by name: which argument the targets are.
+
+trl.kernels (1.16): the fused head of SFTTrainer.
+"""
+
+
+def function_apply(capture: Capture, original: Any) -> Any:
+    """A stand-in for `torch.autograd.Function.apply` that notes the functions of PER_TOKEN as losses."""
+
+    @functools.wraps(original.__func__)
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original.__func__(cls, *args, **kwargs)
+        position = PER_TOKEN.get(cls.__name__)
+        if position is not None and isinstance(result, tuple) and result[0].requires_grad:
+            site, key = places.caller()
+            capture.losses += 1
+            log_probabilities = result[0]
+            call = LossCall(
+                site, key, capture.losses, capture.forwards, cls.__name__, "none", 1.0, None, None,
+                -log_probabilities.detach().sum(dtype=torch.float64), capture.rows, hash_of(args[position]), sign=-1.0,
+            )  # fmt: skip
+            capture.watch_loss(log_probabilities, call)
+        return result
+
+    return classmethod(apply)
+
+
 def _targets(values: list[Any]) -> Tensor | None:
     """The first tensor of whole numbers."""
     tensors = [value for value in values if isinstance(value, Tensor) and value.dim() > 0]
