@@ -201,12 +201,12 @@ def _constant(regular: Sequence[tuple[Judged, Outcome]], world: int, declared: b
 
 def _is_plain_sum(regular: Sequence[tuple[Judged, Outcome]], tolerance: float) -> bool:
     """Every token weighs 1: nothing is divided."""
-    return all(abs(o.factor / o.denominator - 1) <= tolerance for _, o in regular)
+    return all(abs(outcome.weight - 1) <= tolerance for _, outcome in regular)
 
 
 def _follows_a_count(regular: Sequence[tuple[Judged, Outcome]], tolerance: float, constant: bool) -> bool:
     """A sum that is divided by nothing, or by what is the same in every update, or by the number of examples."""
-    weights = [outcome.factor / outcome.denominator for _, outcome in regular]
+    weights = [outcome.weight for _, outcome in regular]
     if not constant:
         examples = [
             float(sum((p.call.examples[0] > 0).sum() for p in o.portions if p.call.examples)) for _, o in regular

@@ -45,14 +45,18 @@ def factors(
     if not np.isfinite(norm) or not all(np.isfinite(sketch).all() for sketch in local):
         return Factors(np.full(count, np.nan), np.nan, np.nan)
     size = float(sum(np.linalg.norm(sketch) for sketch in local))
-    if norm == 0 or norm <= 1e-12 * size:
-        return Factors(np.zeros(count), 0.0, np.nan if not size else 0.0)
+    if norm <= 1e-12 * size:
+        return Factors(np.zeros(count) if size else np.full(count, np.nan), 0.0, 0.0)
     matrix = np.stack([*local], axis=1) if count else np.zeros((applied.shape[0], 0))
     rank_of = np.array(ranks, dtype=int)
-    allowed = max((LOW_TOLERANCE if low else TOLERANCE) * norm, 0.0)
+    allowed = (LOW_TOLERANCE if low else TOLERANCE) * norm
+    equations = int(np.count_nonzero(np.abs(matrix).sum(axis=1) + np.abs(applied)))
     best: Factors | None = None
     for groups in _explanations(rank_of, own, count):
         for with_stale in (False, True) if stale is not None else (False,):
+            unknowns = groups.max(initial=-1) + 1 + with_stale
+            if best is not None and 2 * unknowns > equations:
+                continue  # so few numbers can be explained by anything
             found = _fit(applied, matrix, groups, stale if with_stale else None, norm)
             left = found.residual * norm
             if left <= allowed or left <= ROUNDING * float(np.nansum(np.abs(found.values)) * size / max(count, 1)):
@@ -82,7 +86,7 @@ def _fit(applied: Sketch, matrix: np.ndarray, groups: np.ndarray, stale: Sketch 
     design = np.stack(columns, axis=1)
     lengths = np.linalg.norm(design, axis=0)
     scaled = design / np.where(lengths > 0, lengths, 1)
-    solution, *_ = np.linalg.lstsq(scaled, applied, rcond=1e-9)
+    solution, *_ = np.linalg.lstsq(scaled, applied, rcond=1e-6)
     residual = float(np.linalg.norm(applied - scaled @ solution) / norm)
     solution = np.where(lengths > 0, solution / np.where(lengths > 0, lengths, 1), np.nan)
     if len(columns) > 1:
@@ -97,7 +101,7 @@ def _resolved(
     scaled: np.ndarray, lengths: np.ndarray, solution: np.ndarray, residual: float, norm: float
 ) -> np.ndarray:
     """Which factors the sketches tell to 1 % of the largest, given the noise that the residual shows."""
-    noise = max(residual, 1e-7) * norm / np.sqrt(scaled.shape[0])
+    noise = max(residual, 1e-7) * norm / np.sqrt(max(1, np.count_nonzero(np.abs(scaled).sum(axis=1))))
     inverse = np.linalg.pinv(scaled.T @ scaled, rcond=1e-12)
     with np.errstate(divide="ignore", invalid="ignore"):
         error = noise * np.sqrt(np.abs(np.diag(inverse))) / lengths

@@ -56,6 +56,11 @@ class Outcome:
         return sum(portion.denominator for portion in self.portions)
 
     @property
+    def weight(self) -> float:
+        """Mean weight over the portions that have tokens."""
+        return float(self.weights[self.tokens > 0].mean())
+
+    @property
     def means(self) -> bool:
         """The loss call divides by a count of its own."""
         return self.portions[0].call.reduction == "mean"
@@ -182,7 +187,7 @@ def _judge(outcome: Outcome, view: UpdateView, weighting: str) -> None:
     ratios = outcome.ratios[chosen]
     lost = np.abs(ratios) <= NOTHING * np.abs(ratios).max()
     if lost.all():
-        outcome.factor = 0.0
+        outcome.kinds.append("lost-microbatch")
         return
     if lost.any():
         outcome.kinds.append("lost-microbatch")

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from .records import Backward, Call, Forward, Log, Step, ZeroGrad
 from .solve import Factors, factors
+
+JOINTLY = 1e-3
+"""Residual up to which several optimizers of one update are explained as one."""
 
 NOTHING = 1e-3
 """A factor below this share of the largest is none."""
@@ -134,7 +137,14 @@ def timeline(logs: Sequence[Log]) -> Timeline:
     candidates = [_candidates(updates[:count]) for updates, _ in ranks]
     solved: dict[tuple[int, int], list[Factors]] = {}
     for view in views:
-        for optimizer in dict.fromkeys(step.optimizer for rank in view.ranks for step in rank.steps if step.applied):
+        optimizers = list(dict.fromkeys(step.optimizer for rank in view.ranks for step in rank.steps if step.applied))
+        together = _join_optimizers(view.index, optimizers, candidates)
+        if together is not None:
+            answers = _solve(view, together, candidates)
+            if all(answer.residual <= JOINTLY for answer in answers):
+                solved[view.index, together] = answers
+                continue
+        for optimizer in optimizers:
             solved[view.index, optimizer] = _solve(view, optimizer, candidates)
     used = _used(solved, candidates)
     for view in views:
@@ -187,6 +197,42 @@ def _candidates(updates: Sequence[RankUpdate]) -> dict[tuple[int, int], _Candida
                 found[index, key] = _Candidates(late, dead.pop(key, []) + early, before.get(key), event)
                 before[key] = event.final
     return found
+
+
+def _join_optimizers(
+    index: int, optimizers: Sequence[int], candidates: list[dict[tuple[int, int], _Candidates]]
+) -> int | None:
+    """Several optimizers that ran in one update taken as one, under a number of its own; None where there is but one.
+
+    A factor then stands on all their parameters: one that holds only a few tells little by itself.
+    """
+    if len(optimizers) < 2:
+        return None
+    number = -1 - index
+    for of_rank in candidates:
+        parts = [of_rank.get((index, optimizer)) for optimizer in optimizers]
+        if any(part is None or part.step.sketch is None for part in parts):
+            return None
+        known = [part for part in parts if part is not None]
+        live = {b.index: b for part in known for b in part.live}
+        dead = {b.index: b for part in known for b in part.dead if b.index not in live}
+        nothing = np.zeros_like(known[0].step.sketch)
+        for backward in live.values():
+            alive = [any(b is backward for b in part.live) for part in known]
+            backward.sketches[number] = np.concatenate(
+                [backward.sketches[o] if here else nothing for o, here in zip(optimizers, alive, strict=True)]
+            )
+        for backward in dead.values():
+            backward.sketches[number] = np.concatenate([backward.sketches.get(o, nothing) for o in optimizers])
+        stale = None
+        if any(part.stale is not None for part in known):
+            stale = np.concatenate([nothing if part.stale is None else part.stale for part in known])
+        sketches = [part.step.sketch for part in known if part.step.sketch is not None]
+        step = replace(
+            known[0].step, sketch=np.concatenate(sketches), low_precision=any(p.step.low_precision for p in known)
+        )
+        of_rank[index, number] = _Candidates(list(live.values()), list(dead.values()), stale, step)
+    return number
 
 
 def _solve(view: UpdateView, optimizer: int, candidates: list[dict[tuple[int, int], _Candidates]]) -> list[Factors]:
@@ -249,16 +295,14 @@ def _fill(
     """Give an update its portions and what is known of its gradient."""
     own: dict[tuple[int, int], float] = {}
     passes: dict[tuple[int, int], Backward] = {}
-    residuals = []
-    for (index, optimizer), of_ranks in solved.items():
-        if index != view.index:
-            continue
-        key = index, optimizer
+    residuals: list[float] = []
+    for key in sorted((k for k in solved if k[0] == view.index), key=lambda k: -_filled(k, candidates)):
+        index, of_ranks = key[0], solved[key]
         listed = _passes(candidates, key)
         table = np.stack([found.values for found in of_ranks]) if listed else np.zeros((len(of_ranks), 0))
         steps = [of_rank[key].step for of_rank in candidates if key in of_rank]
         view.low_precision |= any(step.low_precision for step in steps)
-        residuals += [found.residual for found in of_ranks]
+        residuals = residuals or [found.residual for found in of_ranks]  # of the optimizer that tells most
         view.stale = max([view.stale, *(abs(found.stale) for found in of_ranks)])
         view.synchronised &= _agree(table, [step.sketch for step in steps], view.low_precision)
         for position, (rank, backward, _) in enumerate(listed):
@@ -274,6 +318,12 @@ def _fill(
     if view.low_precision:
         view.kept = float(np.median([value * len(view.ranks) for value in own.values()])) if own else 1.0
     _add_portions(view, passes, own)
+
+
+def _filled(key: tuple[int, int], candidates: list[dict[tuple[int, int], _Candidates]]) -> int:
+    """Numbers that an optimizer's sketches hold: how much they can tell."""
+    steps = [of_rank[key].step for of_rank in candidates if key in of_rank]
+    return max((int(np.count_nonzero(step.sketch)) for step in steps if step.sketch is not None), default=0)
 
 
 def _agree(table: np.ndarray, sketches: Sequence[np.ndarray | None], low: bool) -> bool:
