@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils import clip_grad
 from torch.optim import lr_scheduler
@@ -23,7 +25,7 @@ from torch.utils.data import dataloader
 
 from ..distributed.shards import whole_of
 from . import places, records
-from .capture import Capture, in_parts
+from .capture import Capture, in_parts, out_of_sight
 from .custom import function_apply
 
 Wrap = Callable[[Any], Callable[..., Any]]
@@ -42,7 +44,27 @@ def installed(capture: Capture) -> Iterator[None]:
         stack.callback(register_optimizer_step_post_hook(around.after_step).remove)
         for owner, name, wrap in around.replacements():
             stack.enter_context(replaced(owner, name, wrap))
+        stack.enter_context(_weighted_l1(capture))
         stack.enter_context(replaced(torch.autograd.Function, "apply", lambda apply: function_apply(capture, apply)))
+        yield
+
+
+@contextmanager
+def _weighted_l1(capture: Capture) -> Iterator[None]:
+    """torch 2.13 loses the weight of `l1_loss` under any function mode: one with a weight goes by unseen."""
+
+    def wrap(original: Any) -> Any:
+        def l1_loss(*args: Any, weight: Tensor | None = None, **kwargs: Any) -> Any:
+            if weight is None:
+                return original(*args, **kwargs)
+            with torch._C.DisableTorchFunction():
+                return original(*args, weight=weight, **kwargs)
+
+        return l1_loss
+
+    original = F.l1_loss
+    with replaced(F, "l1_loss", wrap):
+        capture.stand_ins[F.l1_loss] = original
         yield
 
 
@@ -97,8 +119,11 @@ class _Around:
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
         self.log = capture.log.events
+        self.thread = threading.get_ident()
         self.depth = 0
         """Of optimizers inside optimizers: only the outermost counts."""
+        self.evaluating = 0
+        """Depth of closures under way."""
         self.call: _Call | None = None
         self.calls = 0
         self.parameters: dict[int, np.ndarray | None] = {}
@@ -120,8 +145,10 @@ class _Around:
         yield torch.autograd, "backward", self.backward
         yield Optimizer, "zero_grad", self.zero_grad
         yield Optimizer, "add_param_group", self.add_param_group
+        yield Optimizer, "__setstate__", self.add_param_group
+        yield torch.autograd, "_engine_run_backward", self.engine
+        yield clip_grad, "_clip_grads_with_norm_", self.clip_with_norm
         for module in (clip_grad, torch.nn.utils):
-            yield module, "clip_grad_norm_", self.clip_norm
             yield module, "clip_grad_value_", self.clip_value
         scaler = torch.amp.GradScaler
         yield scaler, "scale", self.scaler_scale
@@ -139,7 +166,7 @@ class _Around:
         capture = self.capture
 
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if out_of_sight() or threading.get_ident() != self.thread:
                 return original(module, *args, **kwargs)
             with capture.module(module, args, kwargs):
                 return original(module, *args, **kwargs)
@@ -148,10 +175,26 @@ class _Around:
 
     def backward(self, original: Any) -> Any:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.capture.backward([tensors] if isinstance(tensors, Tensor) else list(tensors)):
+            if threading.get_ident() != self.thread:
+                return original(tensors, *args, **kwargs)
+            if not self.evaluating:
+                self.depth, self.call = 0, None  # an optimizer that was still under way has failed
+            roots = [tensors] if isinstance(tensors, Tensor | torch.autograd.graph.GradientEdge) else list(tensors)
+            with self.capture.backward(roots):
                 return original(tensors, *args, **kwargs)
 
         return backward
+
+    def engine(self, original: Any) -> Any:
+        """Functions that run in backward, checkpointed ones again, are seen as in forward."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self.thread:
+                return original(*args, **kwargs)
+            with self.capture:
+                return original(*args, **kwargs)
+
+        return run
 
     # ------------------------------------------------------------------------------------------ optimizers
 
@@ -168,6 +211,9 @@ class _Around:
         if self.depth > 1:
             return None
         self.calls += 1
+        if self.capture.in_backward and not self.evaluating:
+            self.capture.log.in_backward = True
+            return None
         index = self.capture.index_of(optimizer)
         call = self.call = _Call(index, places.script_line())
         if index not in self.parameters:
@@ -183,7 +229,11 @@ class _Around:
             if call.evaluations:
                 call.first_backward = self.capture.backwards
             call.evaluations += 1
-            result = closure()
+            self.evaluating += 1
+            try:
+                result = closure()
+            finally:
+                self.evaluating -= 1
             self._read_gradients(optimizer, call)
             return result
 
@@ -205,7 +255,7 @@ class _Around:
             call.sketch = clipped.undone(call.final, factor)
 
     def after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self.depth -= 1
+        self.depth = max(0, self.depth - 1)
         if self.depth or self.call is None:
             return
         call, self.call = self.call, None
@@ -275,13 +325,13 @@ class _Around:
 
     # ------------------------------------------------------------------------------------------ clipping, loss scale
 
-    def clip_norm(self, original: Any) -> Any:
-        def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+    def clip_with_norm(self, original: Any) -> Any:
+        def clip(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> Any:
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             owners = self._before_clipping(given)
-            norm = original(given, max_norm, *args, **kwargs)
-            self._write_clip(given, owners, "norm", min(1.0, float(max_norm) / (float(whole_of(norm)) + 1e-6)))
-            return norm
+            result = original(given, max_norm, total_norm, *args, **kwargs)
+            self._write_clip(given, owners, "norm", min(1.0, float(max_norm) / (float(whole_of(total_norm)) + 1e-6)))
+            return result
 
         return clip
 

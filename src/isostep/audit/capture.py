@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _functorch as _C_functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
@@ -28,6 +29,9 @@ DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F
 READS = {Tensor.item, Tensor.__float__, Tensor.__format__, Tensor.tolist}
 MOST_EXAMPLES = 4096
 """Weights per example are kept of microbatches up to this size."""
+
+MOST_TOTALS = 4096
+"""Values of loss calls that are kept until an optimizer runs."""
 
 MOST_NODES = 4000
 """How much of a backward graph is searched for the scalars on the way to a loss."""
@@ -63,6 +67,15 @@ class LossCall:
     scalars: tuple[float, ...] = ()
 
 
+def out_of_sight() -> bool:
+    """What runs now is traced or transformed: there are no numbers to read."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or _C_functorch.peek_interpreter_stack() is not None
+    )
+
+
 class Capture(TorchFunctionMode):
     """Everything that one rank sees, from `start` to `stop`. Is active on the thread that enters it."""
 
@@ -81,13 +94,15 @@ class Capture(TorchFunctionMode):
         self.before_pass: Callable[[], None] = lambda: None
         """Called where the loop starts another forward pass: the place to stop it."""
         self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._hooked: dict[int, Any] = {}
+        self._hooked: dict[tuple[int, int], Any] = {}
         self._local: dict[int, Tensor] = {}
         self._arrived: list[LossCall] = []
         self._noisy = -1
         self._named = 0
         self.totals: list[Tensor] = []
         """Values of the loss calls since the last update, also of those that never went backward."""
+        self.stand_ins: dict[Any, Any] = {}
+        """Functions that are replaced while watching, and what they stand for."""
         self.graphs: list[tuple[int, weakref.ref[LossCall]]] = []
         """Loss calls whose graph may still be alive, with the number of updates before them."""
 
@@ -97,11 +112,17 @@ class Capture(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if out_of_sight():
             return func(*args, **kwargs)
-        if func in SIGNATURES and torch.is_grad_enabled() and not self._named:
+        func = self.stand_ins.get(func, func)
+        if (
+            func in SIGNATURES
+            and torch.is_grad_enabled()
+            and not self._named
+            and all(_readable(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        ):
             return self._loss(func, args, kwargs)
-        if func in READS:
+        if func in READS and _readable(args[0]):
             return self._read(func, args, kwargs)
         if func in DROPOUTS:
             self._note_noise(args, kwargs)
@@ -128,6 +149,7 @@ class Capture(TorchFunctionMode):
     def watch_loss(self, elements: Tensor, call: LossCall) -> None:
         """Tie a loss call to its node of the graph, and note every gradient that arrives there."""
         self.totals.append(call.total)
+        del self.totals[:-MOST_TOTALS]
         node: Any = elements.grad_fn
         if node is not None:
             node.metadata[TIE] = call
@@ -202,7 +224,7 @@ class Capture(TorchFunctionMode):
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 0]
         self.rows = tensors[0].shape[0] if tensors else None
         hashes = None
-        if self.rows and self.rows <= MOST_EXAMPLES:
+        if self.rows and self.rows <= MOST_EXAMPLES and all(_readable(tensor) for tensor in tensors):
             same = [tensor for tensor in tensors if tensor.shape[0] == self.rows and tensor.numel()]
             hashes = row_hashes(same, self.rows).cpu().numpy().astype(np.uint64)
         reduces = isinstance(module, DistributedDataParallel) and bool(module.require_backward_grad_sync)
@@ -211,7 +233,7 @@ class Capture(TorchFunctionMode):
     # ------------------------------------------------------------------------------------------ backward passes
 
     @contextmanager
-    def backward(self, roots: Sequence[Tensor]) -> Iterator[None]:
+    def backward(self, roots: Sequence[Any]) -> Iterator[None]:
         """Around one backward pass. A backward pass inside another one (activation checkpointing) is part of it."""
         if self.in_backward:
             yield
@@ -220,14 +242,14 @@ class Capture(TorchFunctionMode):
         self._hook_parameters()
         self._local = {}
         self._arrived = []
-        bypassed = self._walk([root.grad_fn for root in roots if root.grad_fn is not None])
+        bypassed = self._walk([_node(root) for root in roots if _node(root) is not None])
         self.in_backward += 1
         try:
             yield
         finally:
             self.in_backward -= 1
         site = places.script_line()
-        value = sum(float(root.detach().double().sum()) for root in roots)
+        value = sum(float(r.detach().double().sum()) for r in roots if isinstance(r, Tensor) and _readable(r))
         event = records.Backward(self.backwards, site, places.library(), value, bypassed=bypassed)
         self.backwards += 1
         event.calls = [_finished(call) for call in self._arrived]
@@ -243,10 +265,14 @@ class Capture(TorchFunctionMode):
         for index, optimizer in self.living():
             for place, parameter in enumerate(_parameters(optimizer)):
                 used = in_parts.get(id(parameter), parameter)
-                if id(used) not in self._hooked and used.requires_grad:
-                    self._hooked[id(used)] = used.register_hook(self._local_gradient(index, place))
+                key = index, id(used)
+                known = self._hooked.get(key)
+                if used.requires_grad and (known is None or known[0]() is not used):
+                    handle = used.register_hook(self._local_gradient(index, place))
+                    self._hooked[key] = weakref.ref(used), handle
 
     def _local_gradient(self, index: int, place: int) -> Callable[[Tensor], None]:
+        @torch.utils.hooks.unserializable_hook
         def add(gradient: Tensor) -> None:
             if self.in_backward and _is_plain(gradient):
                 total = sketch(gradient, place)
@@ -315,7 +341,7 @@ class Capture(TorchFunctionMode):
 
     def release(self) -> None:
         """Take all hooks off the parameters."""
-        for handle in self._hooked.values():
+        for _, handle in self._hooked.values():
             handle.remove()
         self._hooked.clear()
 
@@ -330,22 +356,31 @@ def in_parts(optimizer: torch.optim.Optimizer) -> bool:
     return any(part_of(parameter) is not None for parameter in _parameters(optimizer))
 
 
+def _node(root: Any) -> Any:
+    return root.grad_fn if isinstance(root, Tensor) else root.node
+
+
+def _readable(tensor: Tensor) -> bool:
+    return _is_plain(tensor) and tensor.device.type != "meta"
+
+
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 def _scalar_of(node: Any) -> float | None:
-    """The number that a node of a graph multiplies by, if it multiplies by one."""
+    """The number that a node of a graph multiplies by, if it multiplies by one. Nothing is unpacked."""
     kind = type(node).__name__
-    if kind not in ("MulBackward0", "DivBackward0"):
-        return None
-    other = getattr(node, "_saved_other", None)
-    if kind == "MulBackward0" and other is None:
-        other = getattr(node, "_saved_self", None)
-    if not isinstance(other, Tensor) or other.dim() > 0 or other.requires_grad:
-        return None
-    value = float(other.detach())
-    return value if kind == "MulBackward0" else (1 / value if value else None)
+    names = {"MulBackward0": ("_raw_saved_other", "_raw_saved_self"), "DivBackward0": ("_raw_saved_other",)}
+    for name in names.get(kind, ()):
+        try:
+            other = getattr(node, name).data
+        except (AttributeError, RuntimeError):
+            continue
+        if isinstance(other, Tensor) and other.dim() == 0 and not other.requires_grad and _readable(other):
+            value = float(other)
+            return value if kind == "MulBackward0" else (1 / value if value else None)
+    return None
 
 
 def hash_of(targets: Tensor | None) -> int:

@@ -194,5 +194,7 @@ class Log:
     """The script came to its own end, or was stopped after the updates asked for; False if it failed."""
     stopped: bool = False
     """It was stopped by the audit."""
+    in_backward: bool = False
+    """An optimizer ran inside a backward pass, where it cannot be followed."""
     notes: list[str] = field(default_factory=list)
     """Why something could not be seen."""

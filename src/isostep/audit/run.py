@@ -72,7 +72,7 @@ class Run:
             if self._asked is None:
                 log.ended = False
                 log.notes.append(f"the script failed: {type(error).__name__}: {str(error)[:200]}")
-                traceback.print_exc()
+                _print_error(error, script)
         finally:
             sys.argv, sys.path[:] = argv, path
             self._ended.set()
@@ -91,7 +91,10 @@ class Run:
     def _report(self) -> Report:
         log = self.watch.capture.log
         log.stopped = self._asked is not None
+        if not log.ended:
+            self.watch.timeout = min(self.watch.timeout, 5)  # the others may never come
         if self._late:
+            log.ended = False
             log.notes.append(f"the script was stopped after {self.options.timeout:g} s")
         try:
             return self.watch.meet()
@@ -121,12 +124,42 @@ class Run:
             if overdue > PATIENCE:
                 self._give_up()
 
+    def report_alone(self) -> None:
+        """Another rank is gone: report what this one saw, and end."""
+        from .verdict import judge
+
+        time.sleep(0.5)  # an error of the script that comes of it
+        log = self.watch.capture.log
+        log.rank, log.world = self.watch.meeting.rank, self.watch.meeting.world
+        log.ended = False
+        report = judge([log], self.options.weighting)
+        self._finish(report)
+        leave_at_once(report.exit_code)
+
     def _give_up(self) -> None:
         """The script has caught the request to stop, or hangs: report what was seen, and end this process."""
         self.watch.capture.log.notes.append("the script did not end when it was asked to, and was ended")
         self._asked = self._asked or time.monotonic()
-        self._finish(self._report())
-        os._exit(1)
+        report = self._report()
+        self._finish(report)
+        leave_at_once(report.exit_code)
+
+
+def _print_error(error: BaseException, script: Path) -> None:
+    """As Python prints it: from the script on."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
+        trace = trace.tb_next
+    ours = os.path.dirname(os.path.abspath(__file__))
+    text = traceback.TracebackException(type(error), error, trace)
+    text.stack[:] = [f for f in text.stack if not os.path.abspath(f.filename).startswith(ours)]
+    sys.stderr.write("".join(text.format()))
+
+
+def leave_at_once(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class _without_meeting:  # noqa: N801

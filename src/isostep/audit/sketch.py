@@ -26,6 +26,7 @@ def sketch(values: Tensor, place: int, begin: int = 0) -> Tensor:
     sketch of the whole.
     """
     flat = (values.to_dense() if values.layout != torch.strided else values).detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     signs = _signs_on(flat.device)
     total = torch.zeros(SIZE, dtype=torch.float64, device=flat.device)
     done = 0

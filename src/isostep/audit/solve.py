@@ -46,7 +46,7 @@ def factors(
         return Factors(np.full(count, np.nan), np.nan, np.nan)
     size = float(sum(np.linalg.norm(sketch) for sketch in local))
     if norm <= 1e-12 * size:
-        return Factors(np.zeros(count) if size else np.full(count, np.nan), 0.0, 0.0)
+        return Factors(np.zeros(count) if size else np.full(count, np.nan), 0.0, 0.0 if count else np.nan)
     matrix = np.stack([*local], axis=1) if count else np.zeros((applied.shape[0], 0))
     rank_of = np.array(ranks, dtype=int)
     allowed = (LOW_TOLERANCE if low else TOLERANCE) * norm
@@ -56,7 +56,7 @@ def factors(
         for with_stale in (False, True) if stale is not None else (False,):
             unknowns = groups.max(initial=-1) + 1 + with_stale
             if best is not None and 2 * unknowns > equations:
-                continue  # so few numbers can be explained by anything
+                return Factors(np.full(count, np.nan), 0.0, best.residual)  # so few numbers, anything explains them
             found = _fit(applied, matrix, groups, stale if with_stale else None, norm)
             left = found.residual * norm
             if left <= allowed or left <= ROUNDING * float(np.nansum(np.abs(found.values)) * size / max(count, 1)):
@@ -102,7 +102,9 @@ def _resolved(
 ) -> np.ndarray:
     """Which factors the sketches tell to 1 % of the largest, given the noise that the residual shows."""
     noise = max(residual, 1e-7) * norm / np.sqrt(max(1, np.count_nonzero(np.abs(scaled).sum(axis=1))))
-    inverse = np.linalg.pinv(scaled.T @ scaled, rcond=1e-12)
+    values, vectors = np.linalg.eigh(scaled.T @ scaled)
+    none = values <= 1e-12 * values.max()
     with np.errstate(divide="ignore", invalid="ignore"):
-        error = noise * np.sqrt(np.abs(np.diag(inverse))) / lengths
-    return error <= 0.01 * np.nanmax(np.abs(solution), initial=0.0)
+        error = noise * np.sqrt((vectors[:, ~none] ** 2 / values[~none]).sum(axis=1)) / lengths
+    unseen = (vectors[:, none] ** 2).sum(axis=1) > 1e-6
+    return (error <= 0.01 * np.nanmax(np.abs(solution), initial=0.0)) & ~unseen

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .document import EXACT, EXACT_UP_TO_FACTOR, INEXACT, NOT_OBSERVED, Finding, Report, Update, Weight
-from .records import Backward, Forward, Log
+from .records import Backward, Forward, Log, Step
 from .remedies import remedy
 from .series import Fault, Judged, faults_of_weights
 from .surroundings import faults_around
@@ -37,7 +37,9 @@ def judge(logs: Sequence[Log], weighting: str = "declared") -> Report:
     if verdict != INEXACT and (not seen or len(seen) < len(judged)):
         verdict = NOT_OBSERVED
     unknown = any(outcome.unknown for update in seen for outcome in update.outcomes)
-    if verdict != INEXACT and (unknown or len(logs) < world or not all(log.ended for log in logs)):
+    whole = len(logs) == world and all(log.ended and not log.in_backward for log in logs)
+    whole &= len({sum(isinstance(event, Step) for event in log.events) for log in logs}) == 1
+    if verdict != INEXACT and (unknown or not whole):
         verdict = NOT_OBSERVED
     reasons += _unknowns(seen) + _tail(logs, judged)
     library = _library(logs, world)
@@ -127,6 +129,12 @@ def _reasons(logs: Sequence[Log], times: Timeline, world: int) -> list[str]:
         missing = sorted(set(range(world)) - {log.rank for log in logs})
         reasons.append(f"rank {', '.join(map(str, missing))} of {world} did not report")
     events = [event for log in logs for event in log.events]
+    counts = [sum(isinstance(event, Step) for event in log.events) for log in logs]
+    if len(set(counts)) > 1:
+        times_run = ", ".join(map(str, counts))
+        reasons.append(f"optimizers ran {times_run} times by rank: updates that only some ranks made are not judged")
+    if any(log.in_backward for log in logs):
+        reasons.append("an optimizer ran inside a backward pass, where its updates cannot be told apart")
     if not times.updates:
         backwards = sum(isinstance(event, Backward) for event in events)
         reasons.append(f"no optimizer of torch.optim ran ({backwards} backward passes)")
@@ -191,7 +199,7 @@ def _poisoned(times: Timeline) -> list[Fault]:
 
 def _lost_at_the_end(logs: Sequence[Log], times: Timeline) -> list[Fault]:
     """Backward passes after the last update of a script that ended by itself."""
-    if any(log.stopped or not log.ended for log in logs):
+    if any(log.stopped or not log.ended or log.in_backward for log in logs):
         return []
     rest = times.rest[0].backwards
     lost = [b for b in rest if b.calls]

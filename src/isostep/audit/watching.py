@@ -38,10 +38,14 @@ class Watch:
         if self._stack is not None:
             raise RuntimeError("this watch has been entered before; make another one")
         self._stack = ExitStack()
-        for owner, name in process_group_starts():
-            self._stack.enter_context(replaced(owner, name, self._joining))
-        self._stack.enter_context(installed(self.capture))
-        self._stack.enter_context(self.capture)
+        try:
+            for owner, name in process_group_starts():
+                self._stack.enter_context(replaced(owner, name, self._joining))
+            self._stack.enter_context(installed(self.capture))
+            self._stack.enter_context(self.capture)
+        except BaseException:
+            self._stack.close()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:

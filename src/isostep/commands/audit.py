@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
+import signal
+import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..audit.document import WEIGHTINGS, Report, exit_code
 from ..cli import json_path, positive_float, positive_int, process_count, write_json
-from ..errors import InputError
+from ..errors import InputError, IsostepError
 
 EPILOG = """examples:
   isostep audit train.py --its --args
@@ -30,6 +32,9 @@ Exit code 0: nothing found. 1: something found, or the script failed. 3: not obs
 
 FOLDER = "ISOSTEP_AUDIT_FOLDER"
 """Where workers that this command has started leave their report."""
+
+_KEPT: list[socket.socket] = []
+"""Ends that signals are written to for as long as this process lives."""
 
 
 class _Symptoms(argparse.Action):
@@ -81,17 +86,59 @@ def run(args: argparse.Namespace) -> int:
         return _start(args)
     if FOLDER in os.environ:
         return _work(args, Path(os.environ[FOLDER]))
-    report = _audit(args, lambda report: _show(args, report.document()))
-    return _show(args, report.document()) if os.environ.get("RANK", "0") == "0" else report.exit_code
+    out = _stdout_kept() if args.json == "-" else None
+
+    def show(report: Report) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            _show(args, report.document(), out)
+
+    report = _audit(args, show)
+    show(report)
+    _leave(report.exit_code)
+    return report.exit_code
 
 
 def _audit(args: argparse.Namespace, finish: Any) -> Report:
     from ..audit.run import Options, Run
 
     options = Options(args.updates, args.weighting, args.timeout, args.loss)
-    quiet = contextlib.redirect_stdout(sys.stderr) if args.json == "-" else contextlib.nullcontext()
-    with quiet:
-        return Run(options, finish).run(args.script, args.arguments)
+    run = Run(options, finish)
+    if FOLDER in os.environ:
+        _hear_sigterm(run.report_alone)
+    return run.run(args.script, args.arguments)
+
+
+def _stdout_kept() -> Any:
+    """The real stdout; what anybody writes to it from now on goes to stderr."""
+    sys.stdout.flush()
+    kept = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return kept
+
+
+def _hear_sigterm(then: Any) -> None:
+    """Call `then` in a thread when the launcher ends this process because another one is gone, wherever it waits."""
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+
+    def listen() -> None:
+        while (byte := ours.recv(1)) and byte[0] != signal.SIGTERM:
+            pass
+        if byte:
+            then()
+
+    threading.Thread(target=listen, daemon=True).start()
+    _KEPT.append(theirs)
+
+
+def _leave(code: int) -> None:
+    """End, though the script may have left threads that nobody will stop."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if any(t is not threading.main_thread() and not t.daemon for t in threading.enumerate()):
+        os._exit(code)
 
 
 def _start(args: argparse.Namespace) -> int:
@@ -100,8 +147,14 @@ def _start(args: argparse.Namespace) -> int:
 
     with tempfile.TemporaryDirectory(prefix="isostep-") as folder:
         os.environ[FOLDER] = folder
-        run_processes(args.procs, ["-m", "isostep", "audit", *_options(args)], Path(folder))
-        return _show(args, json.loads(Path(folder, "report.json").read_text()))
+        report = Path(folder, "report")
+        try:
+            run_processes(args.procs, ["-m", "isostep", "audit", *_options(args)], Path(folder))
+        except IsostepError:
+            if report.exists():
+                _show(args, json.loads(report.read_text()))
+            raise
+        return _show(args, json.loads(report.read_text()))
 
 
 def _options(args: argparse.Namespace) -> Sequence[str]:
@@ -122,19 +175,31 @@ def _work(args: argparse.Namespace, folder: Path) -> int:
 
     def leave(report: Report) -> None:
         if os.environ["RANK"] == "0":
-            (folder / "report.json").write_text(json.dumps(report.document()))
+            (folder / "report.part").write_text(json.dumps(report.document()))
+            (folder / "report.part").rename(folder / "report")
 
-    leave(_audit(args, leave))
+    if args.json == "-":
+        _stdout_kept()
+    try:
+        report = _audit(args, leave)
+    except KeyboardInterrupt:
+        os._exit(130)
+    leave(report)
+    _leave(0)
     return 0
 
 
-def _show(args: argparse.Namespace, document: dict[str, Any]) -> int:
+def _show(args: argparse.Namespace, document: dict[str, Any], out: Any = None) -> int:
     from rich.console import Console
 
     from ..audit.text import report_text
 
     sys.stdout.flush()
-    write_json(args.json, document)
+    if out is not None:
+        out.write(json.dumps(document, indent=2) + "\n")
+        out.flush()
+    else:
+        write_json(args.json, document)
     if args.json != "-":
         print(report_text(document, min(100, max(80, Console().width))))
     return exit_code(document["verdict"], len(document["findings"]))
