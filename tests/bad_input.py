@@ -145,7 +145,8 @@ def killed_run(folder: Path) -> Path:
     lines = (folder / "run/ledger.jsonl").read_bytes().splitlines(keepends=True)
     second = [i for i, line in enumerate(lines) if b'"checkpoint_announced"' in line][1]
     (folder / "run/ledger.jsonl").write_bytes(b"".join(lines[: second + 1]))
-    shutil.rmtree(folder / "run/checkpoints/update-00000012")
+    for late in sorted((folder / "run/checkpoints").glob("update-*"))[2:]:
+        shutil.rmtree(late)
     for name in ("weights.pt", "sheet.json", "sheet.txt"):
         (folder / "run" / name).unlink()
     return folder

@@ -5,18 +5,16 @@ Everything is put in place by `installed` and taken away at its end; nothing of 
 
 from __future__ import annotations
 
-import functools
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils import clip_grad
 from torch.optim import lr_scheduler
@@ -27,8 +25,7 @@ from ..distributed.shards import whole_of
 from . import places, records
 from .capture import Capture, in_parts, out_of_sight
 from .custom import function_apply
-
-Wrap = Callable[[Any], Callable[..., Any]]
+from .replacing import Wrap, replaced, weighted_l1
 
 
 @contextmanager
@@ -44,39 +41,9 @@ def installed(capture: Capture) -> Iterator[None]:
         stack.callback(register_optimizer_step_post_hook(around.after_step).remove)
         for owner, name, wrap in around.replacements():
             stack.enter_context(replaced(owner, name, wrap))
-        stack.enter_context(_weighted_l1(capture))
+        stack.enter_context(weighted_l1(capture.stand_ins))
         stack.enter_context(replaced(torch.autograd.Function, "apply", lambda apply: function_apply(capture, apply)))
         yield
-
-
-@contextmanager
-def _weighted_l1(capture: Capture) -> Iterator[None]:
-    """torch 2.13 loses the weight of `l1_loss` under any function mode: one with a weight goes by unseen."""
-
-    def wrap(original: Any) -> Any:
-        def l1_loss(*args: Any, weight: Tensor | None = None, **kwargs: Any) -> Any:
-            if weight is None:
-                return original(*args, **kwargs)
-            with torch._C.DisableTorchFunction():
-                return original(*args, weight=weight, **kwargs)
-
-        return l1_loss
-
-    original = F.l1_loss
-    with replaced(F, "l1_loss", wrap):
-        capture.stand_ins[F.l1_loss] = original
-        yield
-
-
-@contextmanager
-def replaced(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
-    original = vars(owner)[name]
-    wrapped = wrap(original)
-    setattr(owner, name, wrapped if isinstance(wrapped, classmethod) else functools.wraps(original)(wrapped))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 @dataclass
@@ -101,18 +68,16 @@ class _Clipped:
     backwards: int
     """Backward passes before."""
     gradient: np.ndarray | None
-    coefficient: float | None = 1.0
-    """None where it was clipped otherwise than as a whole by one factor."""
+    after: np.ndarray | None = None
+    """The gradient once it was clipped."""
 
     def undone(self, final: np.ndarray, factor: float) -> np.ndarray:
         """The gradient without clipping; the final one if something else than clipping has changed it since."""
-        if self.gradient is None:
+        if self.gradient is None or self.after is None:
             return final
-        before = self.gradient * factor
-        if self.coefficient is None:
-            return before
-        apart = np.linalg.norm(final - self.coefficient * before)
-        return before if apart <= 1e-3 * np.linalg.norm(final) else final
+        after = self.after * factor
+        apart = np.linalg.norm(final - after)
+        return self.gradient * factor if apart <= 1e-3 * np.linalg.norm(after) else final
 
 
 class _Around:
@@ -148,6 +113,7 @@ class _Around:
         yield Optimizer, "__setstate__", self.add_param_group
         yield torch.autograd, "_engine_run_backward", self.engine
         yield clip_grad, "_clip_grads_with_norm_", self.clip_with_norm
+        yield torch.nn.utils, "clip_grads_with_norm_", self.clip_with_norm
         for module in (clip_grad, torch.nn.utils):
             yield module, "clip_grad_value_", self.clip_value
         scaler = torch.amp.GradScaler
@@ -181,7 +147,7 @@ class _Around:
                 self.depth, self.call = 0, None  # an optimizer that was still under way has failed
             roots = [tensors] if isinstance(tensors, Tensor | torch.autograd.graph.GradientEdge) else list(tensors)
             with self.capture.backward(roots):
-                return original(tensors, *args, **kwargs)
+                return original(roots, *args, **kwargs)
 
         return backward
 
@@ -268,7 +234,8 @@ class _Around:
         before = self.parameters.get(call.index)
         after = self.parameters[call.index] = self.capture.sketch_of(optimizer, lambda parameter: parameter)
         moved = None if before is None or after is None else not np.array_equal(before, after)
-        rate = max((float(group.get("lr", 1.0)) for group in optimizer.param_groups), default=0.0)
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        rate = max((1.0 if rate is None else float(rate) for rate in rates), default=0.0)
         self.log.append(
             records.Step(
                 call.index, type(optimizer).__name__, call.where, call.applied, call.first_backward, call.sketch,
@@ -330,7 +297,7 @@ class _Around:
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             owners = self._before_clipping(given)
             result = original(given, max_norm, total_norm, *args, **kwargs)
-            self._write_clip(given, owners, "norm", min(1.0, float(max_norm) / (float(whole_of(total_norm)) + 1e-6)))
+            self._write_clip(owners, "norm", min(1.0, float(max_norm) / (float(whole_of(total_norm)) + 1e-6)))
             return result
 
         return clip
@@ -343,7 +310,7 @@ class _Around:
                 (float(p.grad.abs().max()) for p in given if p.grad is not None and p.grad.numel()), default=0
             )
             result = original(given, clip_value, *args, **kwargs)
-            self._write_clip(given, owners, "value", min(1.0, float(clip_value) / (largest + 1e-30)))
+            self._write_clip(owners, "value", min(1.0, float(clip_value) / (largest + 1e-30)))
             return result
 
         return clip
@@ -357,14 +324,10 @@ class _Around:
                 self.clipped[index] = _Clipped(self.capture.backwards, gradient)
         return owners
 
-    def _write_clip(self, given: list[Tensor], owners: tuple[int, ...], by: str, coefficient: float) -> None:
+    def _write_clip(self, owners: tuple[int, ...], by: str, coefficient: float) -> None:
         for index, optimizer in self.capture.living():
-            clipped = self.clipped.get(index)
-            if index in owners and clipped is not None:
-                ids = {id(parameter) for parameter in given}
-                whole = all(id(p) in ids for g in optimizer.param_groups for p in g["params"] if p.grad is not None)
-                as_one = by == "norm" and whole and clipped.coefficient is not None
-                clipped.coefficient = (clipped.coefficient or 1.0) * coefficient if as_one else None
+            if index in owners and index in self.clipped:
+                self.clipped[index].after = self.capture.sketch_of(optimizer, lambda parameter: parameter.grad)
         scaled = self.scale not in (None, 1.0) and not self.unscaled.issuperset(owners)
         self.log.append(records.Clip(owners, places.script_line(), by, coefficient, scaled))
 
@@ -387,6 +350,7 @@ class _Around:
                 clipped = self.clipped.get(index)
                 if clipped is not None and clipped.gradient is not None:
                     clipped.gradient = clipped.gradient / scaler.get_scale()
+                    clipped.after = None if clipped.after is None else clipped.after / scaler.get_scale()
             return result
 
         return unscale

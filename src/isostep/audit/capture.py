@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..distributed.shards import part_of, wholes
 from . import places, records
+from .graphs import TIE, is_readable, walk
 from .losses import SIGNATURES, unreduced
 from .sketch import SIZE, row_hashes, sketch
 
@@ -32,12 +33,6 @@ MOST_EXAMPLES = 4096
 
 MOST_TOTALS = 4096
 """Values of loss calls that are kept until an optimizer runs."""
-
-MOST_NODES = 4000
-"""How much of a backward graph is searched for the scalars on the way to a loss."""
-
-
-TIE = "isostep"
 
 
 @dataclass(eq=False)
@@ -119,10 +114,10 @@ class Capture(TorchFunctionMode):
             func in SIGNATURES
             and torch.is_grad_enabled()
             and not self._named
-            and all(_readable(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            and all(is_readable(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         ):
             return self._loss(func, args, kwargs)
-        if func in READS and _readable(args[0]):
+        if func in READS and is_readable(args[0]):
             return self._read(func, args, kwargs)
         if func in DROPOUTS:
             self._note_noise(args, kwargs)
@@ -208,10 +203,10 @@ class Capture(TorchFunctionMode):
         if self.in_backward:
             yield
             return
-        if not self.in_forward and next(module.parameters(), None) is not None:
+        # an evaluation without gradients is left to end: other ranks may wait for it
+        if not self.in_forward and torch.is_grad_enabled() and next(module.parameters(), None) is not None:
             self.before_pass()
-            if torch.is_grad_enabled():
-                self._note_forward(module, args, kwargs)
+            self._note_forward(module, args, kwargs)
         self.in_forward += 1
         try:
             yield
@@ -220,11 +215,13 @@ class Capture(TorchFunctionMode):
 
     def _note_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.modules.add(module)
-        self.forwards += 1
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 0]
+        if self.forwards and any(tensor.grad_fn is not None for tensor in tensors):
+            return  # it goes on with what another one has computed: a head, a discriminator
+        self.forwards += 1
         self.rows = tensors[0].shape[0] if tensors else None
         hashes = None
-        if self.rows and self.rows <= MOST_EXAMPLES and all(_readable(tensor) for tensor in tensors):
+        if self.rows and self.rows <= MOST_EXAMPLES and all(is_readable(tensor) for tensor in tensors):
             same = [tensor for tensor in tensors if tensor.shape[0] == self.rows and tensor.numel()]
             hashes = row_hashes(same, self.rows).cpu().numpy().astype(np.uint64)
         reduces = isinstance(module, DistributedDataParallel) and bool(module.require_backward_grad_sync)
@@ -242,15 +239,15 @@ class Capture(TorchFunctionMode):
         self._hook_parameters()
         self._local = {}
         self._arrived = []
-        bypassed = self._walk([_node(root) for root in roots if _node(root) is not None])
+        bypassed, unseen = walk([_node(root) for root in roots if _node(root) is not None])
         self.in_backward += 1
         try:
             yield
         finally:
             self.in_backward -= 1
         site = places.script_line()
-        value = sum(float(r.detach().double().sum()) for r in roots if isinstance(r, Tensor) and _readable(r))
-        event = records.Backward(self.backwards, site, places.library(), value, bypassed=bypassed)
+        value = sum(float(r.detach().double().sum()) for r in roots if isinstance(r, Tensor) and is_readable(r))
+        event = records.Backward(self.backwards, site, places.library(), value, unseen=unseen, bypassed=bypassed)
         self.backwards += 1
         event.calls = [_finished(call) for call in self._arrived]
         for call in self._arrived:
@@ -269,6 +266,7 @@ class Capture(TorchFunctionMode):
                 known = self._hooked.get(key)
                 if used.requires_grad and (known is None or known[0]() is not used):
                     handle = used.register_hook(self._local_gradient(index, place))
+                    _run_first(used, handle.id)
                     self._hooked[key] = weakref.ref(used), handle
 
     def _local_gradient(self, index: int, place: int) -> Callable[[Tensor], None]:
@@ -281,29 +279,6 @@ class Capture(TorchFunctionMode):
                 )
 
         return add
-
-    def _walk(self, nodes: list[Any]) -> bool:
-        """Give every loss call below `nodes` the scalars on its way; True if another way leads to parameters."""
-        bypassed = False
-        waiting: list[tuple[Any, tuple[float, ...]]] = [(node, ()) for node in nodes]
-        seen, sunk = set(), False
-        while waiting and len(seen) < MOST_NODES:
-            node, scalars = waiting.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            call = node.metadata.get(TIE)
-            if call is not None:
-                call.scalars = scalars
-                continue
-            kind = type(node).__name__
-            if kind == "_DDPSinkBackward":  # all outputs of a model pass through it, the loss among them
-                sunk = True
-            bypassed |= kind == "AccumulateGrad" and not sunk
-            scalar = _scalar_of(node)
-            below = scalars if scalar is None else (*scalars, scalar)
-            waiting.extend((following, below) for following, _ in node.next_functions if following is not None)
-        return bypassed
 
     # ------------------------------------------------------------------------------------------ optimizers
 
@@ -356,31 +331,21 @@ def in_parts(optimizer: torch.optim.Optimizer) -> bool:
     return any(part_of(parameter) is not None for parameter in _parameters(optimizer))
 
 
+def _run_first(tensor: Tensor, number: int) -> None:
+    """Put a hook before those that the script has registered: they are part of what happens to the gradient."""
+    hooks: Any = tensor._backward_hooks
+    if hooks is not None and len(hooks) > 1:
+        ours, others = hooks.pop(number), dict(hooks)
+        hooks.clear()
+        hooks.update({number: ours, **others})
+
+
 def _node(root: Any) -> Any:
     return root.grad_fn if isinstance(root, Tensor) else root.node
 
 
-def _readable(tensor: Tensor) -> bool:
-    return _is_plain(tensor) and tensor.device.type != "meta"
-
-
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, torch.nn.Parameter)
-
-
-def _scalar_of(node: Any) -> float | None:
-    """The number that a node of a graph multiplies by, if it multiplies by one. Nothing is unpacked."""
-    kind = type(node).__name__
-    names = {"MulBackward0": ("_raw_saved_other", "_raw_saved_self"), "DivBackward0": ("_raw_saved_other",)}
-    for name in names.get(kind, ()):
-        try:
-            other = getattr(node, name).data
-        except (AttributeError, RuntimeError):
-            continue
-        if isinstance(other, Tensor) and other.dim() == 0 and not other.requires_grad and _readable(other):
-            value = float(other)
-            return value if kind == "MulBackward0" else (1 / value if value else None)
-    return None
 
 
 def hash_of(targets: Tensor | None) -> int:

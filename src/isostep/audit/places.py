@@ -71,7 +71,7 @@ def _frames():
 
 
 def _is_machinery(filename: str) -> bool:
-    if filename.startswith((OURS, "<")):
+    if filename.startswith((OURS, "<frozen")):
         return True
     if "site-packages" in filename:
         package = filename.rpartition("site-packages")[2].lstrip(os.sep).split(os.sep)[0]

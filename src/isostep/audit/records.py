@@ -95,6 +95,8 @@ class Backward:
     calls: list[Call] = field(default_factory=list)
     sketches: dict[int, Sketch] = field(default_factory=dict)
     """Per optimizer: the local gradient of its parameters, before any reduction."""
+    unseen: bool = False
+    """Part of the root comes from what a loss call comes from too, and met no known loss function."""
     bypassed: bool = False
     """Part of the root reached parameters and met no known loss function."""
 

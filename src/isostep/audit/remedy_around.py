@@ -288,6 +288,7 @@ AROUND: dict[str, Lines] = {
             trained = [p for p in model.parameters() if p.requires_grad]
             missing = [p for p in trained if id(p) not in held]
             optimizer.add_param_group({"params": missing})
+            # or, for what is not to be trained: module.requires_grad_(False)
             """,
         "transformers": """
             # the Trainer builds its optimizer from the model that it gets:

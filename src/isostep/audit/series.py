@@ -64,7 +64,7 @@ def faults_of_weights(updates: Sequence[Judged], world: int, weighting: str) -> 
     scaled: list[Fault] = []
     sound = False
     for term in series.values():
-        faults, of_term, fine = _factors(term, world, weighting, usual)
+        faults, of_term, fine = _factors(term, world, weighting, usual, len(series) > 1)
         verdict = max(verdict, of_term, key=(EXACT, EXACT_UP_TO_FACTOR, INEXACT).index)
         scaled += faults
         sound |= fine
@@ -114,7 +114,7 @@ def _ranks(outcome: Outcome) -> list[int]:
 
 
 def _factors(
-    term: Sequence[tuple[Judged, Outcome]], world: int, weighting: str, usual: dict[tuple[int, ...], int]
+    term: Sequence[tuple[Judged, Outcome]], world: int, weighting: str, usual: dict[tuple[int, ...], int], several: bool
 ) -> tuple[list[Fault], str, bool]:
     """Faults in how large one term is over its updates; the verdict on that; and whether it is as it declares."""
     usable = [(u, o) for u, o in term if np.isfinite(o.factor) and not set(o.kinds) & {"lost-microbatch"}]
@@ -134,7 +134,7 @@ def _factors(
         else:
             regular.append((update, outcome))
     declared = weighting == "declared" and not term[0][1].means
-    of_rest, verdict, sound = _constant(regular, world, declared) if regular else ([], EXACT, False)
+    of_rest, verdict, sound = _constant(regular, world, declared, several) if regular else ([], EXACT, False)
     return faults + of_rest, INEXACT if faults else verdict, sound and not faults
 
 
@@ -155,8 +155,13 @@ def _odd_group(update: Judged, outcome: Outcome, share: float, expected: int) ->
     return Fault(kind, update.view.index, share, f"{what}: weights sum to {outcome.factor:.4g}, not 1", where)
 
 
-def _constant(regular: Sequence[tuple[Judged, Outcome]], world: int, declared: bool) -> tuple[list[Fault], str, bool]:
-    """Judge the factors of updates of the usual size. declared: the loss call divides by nothing."""
+def _constant(
+    regular: Sequence[tuple[Judged, Outcome]], world: int, declared: bool, several: bool
+) -> tuple[list[Fault], str, bool]:
+    """Judge the factors of updates of the usual size.
+
+    declared: the loss call divides by nothing. several: there are other terms, so this one may have a coefficient.
+    """
     factors = [outcome.factor for _, outcome in regular]
     update, outcome = regular[0]
     tolerance = max(tolerance_of(u.view) for u, _ in regular)
@@ -168,13 +173,21 @@ def _constant(regular: Sequence[tuple[Judged, Outcome]], world: int, declared: b
     empty = [_empty_counted(u, o, tolerance) for u, o in off]
     if all(empty):
         return [fault for fault in empty if fault], INEXACT, False
+    if all(_explained(o.factor, o, world, u.view.scale, tolerance) for u, o in regular) and not constant:
+        return [], EXACT_UP_TO_FACTOR, True  # numbers of the script's own that change
+    if all(_one_per_example(u, o, world, tolerance) for u, o in regular) or _ones(regular, tolerance):
+        return [], EXACT_UP_TO_FACTOR, True
     allowed = [factor for factor in allowed_factors(outcome, world, update.view.scale) if factor]
     factor, cause = None, None
     if constant:
+        named = [_count_mismatch(u, o, tolerance, exactly=True) for u, o in off]
+        if not several and cause_of(factors[0], outcome, world, tolerance) is None and all(named):
+            return [fault for fault in named if fault], INEXACT, False
         if any(abs(factors[0] / known - 1) <= tolerance for known in allowed):
             return [], EXACT_UP_TO_FACTOR, True
         readings = [(factors[0] / known, cause_of(factors[0] / known, outcome, world, tolerance)) for known in allowed]
-        readings = readings[:1] + [reading for reading in readings if "tokens" not in (reading[1] or "")]
+        coefficients = [reading for reading in readings if several and "tokens" not in (reading[1] or "")]
+        readings = readings[:1] + coefficients
         factor, cause = next((reading for reading in readings if reading[1]), (factors[0], None))
     follows = declared and _follows_a_count(regular, tolerance, constant)
     if cause is None and not _is_plain_sum(regular, tolerance):
@@ -197,6 +210,31 @@ def _constant(regular: Sequence[tuple[Judged, Outcome]], world: int, declared: b
     only = update.view.index if len(regular) == 1 else None
     verdict = EXACT_UP_TO_FACTOR if constant else INEXACT
     return [Fault("scale", only, factor, evidence, site, cause)], verdict, False
+
+
+def _explained(factor: float, outcome: Outcome, world: int, scale: float | None, tolerance: float) -> bool:
+    known = [value for value in allowed_factors(outcome, world, scale) if value]
+    return any(abs(factor / value - 1) <= tolerance for value in known)
+
+
+def _one_per_example(update: Judged, outcome: Outcome, world: int, tolerance: float) -> bool:
+    """A sum over an example's numbers, and a mean over the examples: every example weighs the same."""
+    if outcome.means or any(portion.call.examples is None for portion in outcome.portions):
+        return False
+    examples = sum(int((p.call.examples[0] > 0).sum()) for p in outcome.portions if p.call.examples)
+    tokens = float(outcome.tokens.sum())
+    if examples == tokens:
+        return False
+    known = [value for value in allowed_factors(outcome, world, update.view.scale) if value]
+    coefficients = [value for value in known if value >= 1 or abs(1 / value - round(1 / value)) > 1e-6]
+    return any(abs(outcome.weight * examples / value - 1) <= tolerance for value in coefficients)
+
+
+def _ones(regular: Sequence[tuple[Judged, Outcome]], tolerance: float) -> bool:
+    """Losses of one token each that are added up: a sum, written as means of one."""
+    single = all(portion.denominator <= 1 for _, outcome in regular for portion in outcome.portions)
+    passes = all(len({(p.rank, p.backward.index) for p in o.portions}) == len(_ranks(o)) for _, o in regular)
+    return single and passes and _is_plain_sum(regular, tolerance)
 
 
 def _is_plain_sum(regular: Sequence[tuple[Judged, Outcome]], tolerance: float) -> bool:
@@ -239,6 +277,8 @@ def _count_mismatch(update: Judged, outcome: Outcome, tolerance: float, exactly:
     total = float(sum(portion.denominator for portion in portions))
     divided = total / outcome.factor
     examples = [int((p.call.examples[0] > 0).sum()) if p.call.examples else 0 for p in portions]
+    if exactly and sum(examples) == total:  # one target per example: an example more is a factor, not a count
+        examples = [0]
     others = {
         "one target more per example than the loss sums": total + sum(examples),
         "one target less per example than the loss sums": total - sum(examples),

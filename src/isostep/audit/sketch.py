@@ -34,7 +34,7 @@ def sketch(values: Tensor, place: int, begin: int = 0) -> Tensor:
         sign = (place * 7919 + begin + done) % PERIOD
         part = flat[done : done + PERIOD - sign]
         part = part.to(torch.float64 if part.dtype == torch.float64 else torch.float32)
-        _add(total, part * signs[sign : sign + part.numel()], (begin + done) % SIZE)
+        _add(total, part * signs[sign : sign + part.numel()], (place * 389 + begin + done) % SIZE)
         done += part.numel()
     return total
 
@@ -58,19 +58,18 @@ def _signs_on(device: torch.device) -> Tensor:
 
 
 def row_hashes(tensors: list[Tensor], rows: int) -> Tensor:
-    """One int64 hash per row of the first axis, over all tensors; 0 where a row says little: one number only, or less
-    than four whole ones or two others. Of long rows, 4096 numbers are taken.
+    """One int64 hash per row of the first axis, over all tensors; 0 where a row says little: less than four different
+    whole numbers, or less than two others.
     """
     total = torch.zeros(rows, dtype=torch.int64, device=tensors[0].device)
     telling = torch.zeros(rows, dtype=torch.bool, device=tensors[0].device)
     for tensor in tensors:
         values = _as_integers(tensor.detach().reshape(rows, -1))
-        values = values[:, :: max(1, values.shape[1] // 4096)]
         factors = (torch.arange(1, values.shape[1] + 1, device=values.device) * 6364136223846793005) | 1
         hashed = (values * factors).sum(1)
         total = (total ^ (hashed ^ (hashed >> 29))) * 1442695040888963407
-        if values.shape[1] >= (2 if tensor.is_floating_point() else 4):
-            telling |= (values != values[:, :1]).any(1)
+        few = values[:, :: max(1, values.shape[1] // 512)].sort(dim=1).values
+        telling |= (few[:, 1:] != few[:, :-1]).sum(1) >= (1 if tensor.is_floating_point() else 3)
     return torch.where(telling, total | 1, 0)
 
 

@@ -61,7 +61,8 @@ def factors(
             left = found.residual * norm
             if left <= allowed or left <= ROUNDING * float(np.nansum(np.abs(found.values)) * size / max(count, 1)):
                 return found
-            best = found
+            if best is None or found.residual < 0.5 * best.residual:
+                best = found
     assert best is not None
     return best
 

@@ -6,7 +6,8 @@ of all replicas.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import functools
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -34,6 +35,12 @@ class Outcome:
     """What is wrong with the weights among each other."""
     factor: float = float("nan")
     """What they are over what they should be, the pattern aside. NaN where it cannot be said."""
+    common: tuple[float, ...] = ()
+    """Numbers that every term of the update is multiplied by."""
+    terms: int = 1
+    """Terms of the update."""
+    averaged: bool = False
+    """All its terms are multiplied by the same numbers: it may be their mean."""
     unknown: str | None = None
     """Why the weights cannot be judged."""
 
@@ -48,7 +55,11 @@ class Outcome:
 
     @property
     def tokens(self) -> np.ndarray:
-        return np.array([portion.call.tokens for portion in self.portions], dtype=float)
+        """Supervised tokens, none where the script multiplies them by 0."""
+        return np.array(
+            [portion.call.tokens if portion.call.max or portion.call.min else 0 for portion in self.portions],
+            dtype=float,
+        )
 
     @property
     def denominator(self) -> float:
@@ -151,6 +162,11 @@ def _judged(view: UpdateView, terms: dict[Term, list[Portion]], weighting: str) 
         outcome = Outcome(term, portions, _expected(portions, weighting))
         _judge(outcome, view, weighting)
         found.append(outcome)
+    counts = [Counter(next((p.call.scalars for p in o.portions if p.call.scalars), ())) for o in found]
+    common = tuple(functools.reduce(lambda a, b: a & b, counts).elements()) if counts else ()
+    for outcome in found:
+        outcome.common, outcome.terms = common, len(found)
+        outcome.averaged = len(found) > 1 and all(count == counts[0] for count in counts)
     return found
 
 
@@ -194,7 +210,7 @@ def _judge(outcome: Outcome, view: UpdateView, weighting: str) -> None:
         kept = [p for p, keep in zip(np.array(outcome.portions, dtype=object)[chosen], ~lost, strict=True) if keep]
         outcome.kinds += [kind for kind in _pattern(kept, ratios[~lost], tolerance)[0] if kind != "mean-of-means"]
         return
-    kept = [portion for portion in outcome.portions if portion.call.tokens]
+    kept = [portion for portion, here in zip(outcome.portions, chosen, strict=True) if here]
     outcome.kinds, outcome.factor = _pattern(kept, ratios, tolerance)
     by_tokens = outcome.factor / outcome.denominator * outcome.tokens.sum()
     if not outcome.means and abs(by_tokens - 1) <= tolerance:  # a weighted sum may be divided by its tokens instead
@@ -267,14 +283,24 @@ def _other_counts(portions: Sequence[Portion], weights: np.ndarray, tolerance: f
 
 
 def allowed_factors(outcome: Outcome, world: int, scale: float | None) -> list[float]:
-    """Factors that numbers in the script explain: products of what it multiplies the loss by, A and D aside."""
+    """Factors that numbers in the script explain: products of what it multiplies the loss by.
+
+    A and D are aside, and a loss scale, unless they stand before this term alone, or the terms are averaged.
+    """
     normalisers = [n for n in _normalisers(outcome.accumulate, world) if n != 1]
-    scalars = [
-        scalar
-        for scalar in outcome.portions[0].call.scalars
-        if not any(np.isclose(scalar, n, rtol=1e-4) for n in normalisers)
-        and not (scale and np.isclose(scalar, scale, rtol=1e-4))
-    ][:6]
+    common = list(outcome.common)
+    scalars = []
+    for scalar in next((p.call.scalars for p in outcome.portions if p.call.scalars), ()):
+        if scale and np.isclose(scalar, scale, rtol=1e-4):
+            continue
+        shared = scalar in common
+        if shared:
+            common.remove(scalar)
+        averaged = outcome.averaged and np.isclose(scalar, 1 / outcome.terms, rtol=1e-4)
+        normalising = any(np.isclose(scalar, n, rtol=1e-4) for n in normalisers)
+        if averaged or not (shared and normalising):
+            scalars.append(scalar)
+    scalars = scalars[:6]
     products = [float(np.prod(chosen)) for size in range(len(scalars) + 1) for chosen in combinations(scalars, size)]
     return [1.0, *products]
 

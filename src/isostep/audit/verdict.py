@@ -15,7 +15,7 @@ from .surroundings import faults_around
 from .terms import outcomes
 from .weights import Portion, Timeline, UpdateView, timeline
 
-EXPLAINED = 2e-2
+EXPLAINED = 1e-3
 """Residual up to which the weights of a float32 update stand."""
 
 
@@ -39,6 +39,7 @@ def judge(logs: Sequence[Log], weighting: str = "declared") -> Report:
     unknown = any(outcome.unknown for update in seen for outcome in update.outcomes)
     whole = len(logs) == world and all(log.ended and not log.in_backward for log in logs)
     whole &= len({sum(isinstance(event, Step) for event in log.events) for log in logs}) == 1
+    unknown |= any(update.view.apart or any(b.unseen for b in _passes_of(update)) for update in seen)
     if verdict != INEXACT and (unknown or not whole):
         verdict = NOT_OBSERVED
     reasons += _unknowns(seen) + _tail(logs, judged)
@@ -93,6 +94,10 @@ def _without_consequences(faults: Sequence[Fault]) -> list[Fault]:
     return [fault for fault in faults if fault.kind not in hidden]
 
 
+def _passes_of(update: Judged) -> list[Backward]:
+    return [portion.backward for portion in update.view.portions]
+
+
 def _blind(update: Judged) -> str | None:
     """Why the weights of an update cannot be trusted; None where they can."""
     view = update.view
@@ -104,7 +109,7 @@ def _blind(update: Judged) -> str | None:
     if not np.isfinite(view.residual):
         return "the gradient that was applied could not be read (not finite, or in shards)"
     if view.residual > EXPLAINED and not view.low_precision:
-        return f"{view.residual:.0%} of the applied gradient comes from nothing that was seen"
+        return f"{100 * view.residual:.2g} % of the applied gradient comes from nothing that was seen"
     if not view.explained:
         return "microbatches are too alike to tell what each contributed"
     return None
@@ -138,7 +143,12 @@ def _reasons(logs: Sequence[Log], times: Timeline, world: int) -> list[str]:
     if not times.updates:
         backwards = sum(isinstance(event, Backward) for event in events)
         reasons.append(f"no optimizer of torch.optim ran ({backwards} backward passes)")
-    if any(event.bypassed for event in events if isinstance(event, Backward)):
+    if any(event.unseen for event in events if isinstance(event, Backward)):
+        reasons.append(
+            "a part of the loss comes from the same outputs by no known loss function (fused, compiled, by hand): name "
+            "it with --loss module:function"
+        )
+    elif any(event.bypassed for event in events if isinstance(event, Backward)):
         reasons.append(
             "a part of the loss that goes through no known loss function (a penalty, a fused or compiled loss): its "
             "weight is not judged"
@@ -212,7 +222,11 @@ def _lost_at_the_end(logs: Sequence[Log], times: Timeline) -> list[Fault]:
 
 
 def _unknowns(seen: Sequence[Judged]) -> list[str]:
-    return [
+    apart = [str(update.view.index) for update in seen if update.view.apart]
+    reasons = (
+        [f"update {', '.join(apart)}: its optimizers hold the same microbatch at different factors"] if apart else []
+    )
+    return reasons + [
         f"{outcome.portions[0].call.site}: {outcome.unknown}"
         for update in seen
         for outcome in update.outcomes
@@ -255,7 +269,8 @@ def _weight(portion: Portion, expected: float, ratio: float) -> Weight:
 
 
 def _finding(fault: Fault, library: str, seen: Sequence[Judged], world: int) -> Finding:
-    accumulate = max((int(outcome.accumulate) for update in seen for outcome in update.outcomes), default=1)
+    sizes = Counter(int(outcome.accumulate) for update in seen for outcome in update.outcomes)
+    accumulate = sizes.most_common(1)[0][0] if sizes else 1
     factor = None if fault.factor is None else float(fault.factor)
     mend = remedy(fault.kind, library, accumulate=accumulate, replicas=world, factor=factor, cause=fault.cause)
     return Finding(fault.kind, fault.update, factor, fault.evidence, mend, fault.where)

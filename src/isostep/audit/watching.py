@@ -9,9 +9,10 @@ from typing import Any
 
 from ..distributed.meeting import Meeting, process_group_starts
 from ..errors import InputError
-from .around import installed, replaced
+from .around import installed
 from .capture import Capture
 from .document import EXACT, WEIGHTINGS, Report
+from .replacing import replaced
 from .verdict import judge
 
 
@@ -33,6 +34,7 @@ class Watch:
         self.capture = Capture()
         self._stack: ExitStack | None = None
         self._report: Report | None = None
+        self._left = False
 
     def __enter__(self) -> Watch:
         if self._stack is not None:
@@ -52,11 +54,15 @@ class Watch:
         self.leave()
         if kind is None:
             self.meet()
+        else:
+            self.capture.log.ended = False
+            self.capture.log.notes.append(f"the loop ended with {kind.__name__}")
 
     def leave(self) -> None:
         """Take every hook away. What was seen stays."""
         if self._stack is not None:
             self._stack.close()
+            self._left = True
 
     def meet(self) -> Report:
         """Bring the logs of all ranks together and judge them; every rank gets the report."""
@@ -67,7 +73,9 @@ class Watch:
         return report
 
     def report(self) -> Report:
-        """The report. Raises RuntimeError before the watch is left, or where an error has ended it."""
+        """The report. Raises RuntimeError before the watch is left, or where an error ended it and ranks did not meet."""
+        if self._report is None and self._left and self.meeting.world == 1:
+            return self.meet()
         if self._report is None:
             raise RuntimeError("nothing to report yet: leave the `with` block first, without an error")
         return self._report

@@ -78,6 +78,8 @@ class UpdateView:
     synchronised: bool = True
     explained: bool = True
     """The applied gradient is a combination of what was seen."""
+    apart: bool = False
+    """Its optimizers hold the same microbatch at different factors."""
     low_precision: bool = False
     kept: float = 1.0
     """Where gradients are summed in low precision: how much of the true sum, or mean over replicas, arrived."""
@@ -147,8 +149,9 @@ def timeline(logs: Sequence[Log]) -> Timeline:
         for optimizer in optimizers:
             solved[view.index, optimizer] = _solve(view, optimizer, candidates)
     used = _used(solved, candidates)
+    shared = _shared_targets([updates for updates, _ in ranks])
     for view in views:
-        _fill(view, solved, candidates, used)
+        _fill(view, solved, candidates, used, shared)
     return Timeline(views, [rest for _, rest in ranks])
 
 
@@ -168,7 +171,7 @@ class _Candidates:
 
     live: list[Backward]
     dead: list[Backward]
-    """Cleared before the optimizer ran, or of an earlier evaluation of a closure."""
+    """Cleared before the optimizer ran. Those of earlier evaluations of a closure are nowhere."""
     stale: np.ndarray | None
     """The gradient of the update before, if nobody cleared it."""
     step: Step
@@ -192,9 +195,9 @@ def _candidates(updates: Sequence[RankUpdate]) -> dict[tuple[int, int], _Candida
             elif isinstance(event, Step):
                 key = event.optimizer
                 passes = live.pop(key, [])
-                late = [b for b in passes if b.index >= event.first_backward]
-                early = [b for b in passes if b.index < event.first_backward]
-                found[index, key] = _Candidates(late, dead.pop(key, []) + early, before.get(key), event)
+                own = [b for b in passes if b.index >= event.first_backward]
+                cleared = [b for b in dead.pop(key, []) if b.index >= event.first_backward]
+                found[index, key] = _Candidates(own, cleared, before.get(key), event)
                 before[key] = event.final
     return found
 
@@ -291,6 +294,7 @@ def _fill(
     solved: dict[tuple[int, int], list[Factors]],
     candidates: list[dict[tuple[int, int], _Candidates]],
     used: dict[tuple[int, int], set[int]],
+    shared: set[int],
 ) -> None:
     """Give an update its portions and what is known of its gradient."""
     own: dict[tuple[int, int], float] = {}
@@ -307,13 +311,16 @@ def _fill(
         view.synchronised &= _agree(table, [step.sketch for step in steps], view.low_precision)
         for position, (rank, backward, _) in enumerate(listed):
             reached = used.get((rank, backward.index), set())
-            dropped = any(step.broken for step in steps) or _replayed(backward, rank, listed)
+            dropped = _dropped(rank, steps, listed) or _replayed(backward, rank, listed, shared)
             if index not in reached and (reached or dropped):
                 continue
             passes[rank, backward.index] = backward
-            if not np.isfinite(own.get((rank, backward.index), np.nan)):
-                value = table[rank, position] if rank < len(table) else np.nan
+            value = table[rank, position] if rank < len(table) else np.nan
+            known = own.get((rank, backward.index), np.nan)
+            if not np.isfinite(known):
                 own[rank, backward.index] = value
+            elif np.isfinite(value):
+                view.apart |= bool(abs(value - known) > 1e-3 * max(abs(value), abs(known)))
     view.residual = max((r for r in residuals if np.isfinite(r)), default=float("nan"))
     if view.low_precision:
         view.kept = float(np.median([value * len(view.ranks) for value in own.values()])) if own else 1.0
@@ -336,10 +343,28 @@ def _agree(table: np.ndarray, sketches: Sequence[np.ndarray | None], low: bool) 
     return not apart > (1e-2 if low else 1e-4) * largest
 
 
-def _replayed(backward: Backward, rank: int, listed: Sequence[tuple[int, Backward, bool]]) -> bool:
+def _dropped(rank: int, steps: Sequence[Step], listed: Sequence[tuple[int, Backward, bool]]) -> bool:
+    """A group with a loss that is not finite was thrown away, and a whole one run after it."""
+    live = sum(alive for other, _, alive in listed if other == rank)
+    return any(step.broken for step in steps) and 2 * live >= sum(other == rank for other, _, _ in listed)
+
+
+def _shared_targets(ranks: Sequence[Sequence[RankUpdate]]) -> set[int]:
+    """Hashes of targets that come in several updates or on several ranks: they tell no data apart."""
+    seen: set[int] = {0}
+    shared: set[int] = {0}
+    for updates in ranks:
+        for update in updates:
+            here = {call.targets for backward in update.backwards for call in backward.calls}
+            shared |= here & seen
+            seen |= here
+    return shared
+
+
+def _replayed(backward: Backward, rank: int, listed: Sequence[tuple[int, Backward, bool]], shared: set[int]) -> bool:
     """A pass that reached nothing, over targets that a later pass of the update ran again (a probe or a rehearsal)."""
     targets = {call.targets for call in backward.calls}
-    return bool(targets) and 0 not in targets and any(
+    return bool(targets) and not targets & shared and any(
         alive and other_rank == rank and other.index > backward.index
         and targets <= {call.targets for call in other.calls}
         for other_rank, other, alive in listed
