@@ -137,7 +137,7 @@ def _killed(group: Any, at: int) -> None:
         raise AssertionError(f"{error} after {time.monotonic() - began < 15} and unchanged") from None
 
 
-@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("at", [1, pytest.param(2, marks=pytest.mark.grid)])
 def test_killed_replica_is_named_by_all_others(own_pool: Pool, at: int) -> None:
     with pytest.raises(WorkerError) as caught:
         own_pool.run(3, _killed, at)

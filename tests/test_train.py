@@ -75,6 +75,7 @@ def test_train_again_says_complete_and_changes_nothing(small_run: tuple[Path, st
     assert (folder / "ledger.jsonl").read_bytes() == before
 
 
+@pytest.mark.grid
 def test_another_layout_trains_on_the_same_examples(small_run: tuple[Path, str], tmp_path: Path) -> None:
     folder, _ = small_run
     other = ("--layout.examples-per-microbatch", "3", "--layout.overlap", "false", "--layout.activation-checkpointing")
@@ -86,6 +87,7 @@ def test_another_layout_trains_on_the_same_examples(small_run: tuple[Path, str],
     assert one[0].counters.microbatches != two[0].counters.microbatches
 
 
+@pytest.mark.grid
 def test_train_under_torchrun_gives_the_same_run(small_run: tuple[Path, str], tmp_path: Path) -> None:
     folder, _ = small_run
     finished = torchrun("train", "--run-dir", str(tmp_path / "two"), "--json", "-", *SMALL)
@@ -132,6 +134,7 @@ def test_a_signal_saves_and_the_same_command_resumes(
     assert [e.ids_hash for e in updates_of(tmp_path / "run")] == [e.ids_hash for e in updates_of(small_run[0])]
 
 
+@pytest.mark.grid
 @pytest.mark.timeout(240)
 def test_a_killed_worker_is_one_line_and_the_run_resumes(small_run: tuple[Path, str], tmp_path: Path) -> None:
     marker = f"killed-{tmp_path.name}"

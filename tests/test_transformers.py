@@ -74,6 +74,7 @@ def _losses(*launcher: str) -> list[str]:
     return [line for line in finished.stdout.splitlines() if line.startswith("epoch")]
 
 
+@pytest.mark.grid
 def test_readme_example_alone_and_on_two_workers() -> None:
     alone = _losses()
     assert len(alone) == 8

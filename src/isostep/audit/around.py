@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -270,24 +270,27 @@ class _Around:
 
     def zero_grad(self, original: Any) -> Any:
         def zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            self.log.append(records.ZeroGrad((self.capture.index_of(optimizer),), places.script_line()))
+            self.capture.index_of(optimizer)
+            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self.log.append(records.ZeroGrad(self._owners(held, all), places.script_line()))
             return original(optimizer, *args, **kwargs)
 
         return zero_grad
 
     def module_zero_grad(self, original: Any) -> Any:
         def zero_grad(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            self.log.append(records.ZeroGrad(self._owners(list(module.parameters())), places.script_line()))
+            self.log.append(records.ZeroGrad(self._owners(list(module.parameters()), all), places.script_line()))
             return original(module, *args, **kwargs)
 
         return zero_grad
 
-    def _owners(self, parameters: list[Tensor]) -> tuple[int, ...]:
+    def _owners(self, parameters: list[Tensor], some: Callable[..., bool] = any) -> tuple[int, ...]:
+        """Optimizers that hold any of the parameters, or (`all`) that hold nothing else."""
         given = {id(parameter) for parameter in parameters}
         return tuple(
             index
             for index, optimizer in self.capture.living()
-            if any(id(p) in given for group in optimizer.param_groups for p in group["params"])
+            if some(id(p) in given for group in optimizer.param_groups for p in group["params"])
         )
 
     # ------------------------------------------------------------------------------------------ clipping, loss scale

@@ -316,6 +316,7 @@ def _logged(judged: Sequence[Judged]) -> Iterator[Fault]:
                 close = any(abs(values[0] - c) <= 1e-6 * max(abs(c), 1e-12) for c in candidates)
                 times = len(own) if abs(values[0] * len(own) - own[-1].call.value) <= 1e-6 * abs(values[0]) else 1
                 if close and abs(values[0] * times - right) > LOG_ERROR * abs(right):
-                    evidence = f"{values[0]:.5g} is read, {words}; the loss of the update is {right:.5g}"
+                    undone = f" (times A: {values[0] * times:.5g})" if times > 1 else ""
+                    evidence = f"{values[0]:.5g}{undone} is read, {words}; the loss of the update is {right:.5g}"
                     yield Fault("wrong-log", view.index, values[0] / right, evidence, where)
                     return

@@ -73,7 +73,7 @@ class Watch:
         return report
 
     def report(self) -> Report:
-        """The report. Raises RuntimeError before the watch is left, or where an error ended it and ranks did not meet."""
+        """The report. Raises RuntimeError before the watch is left, or where an error kept the ranks from meeting."""
         if self._report is None and self._left and self.meeting.world == 1:
             return self.meet()
         if self._report is None:

@@ -284,7 +284,9 @@ def _used(
     for key, of_ranks in solved.items():
         for position, (rank, backward, alive) in enumerate(_passes(candidates, key)):
             values = np.array([found.values[position] for found in of_ranks])
-            if (alive and np.isnan(values).any()) or np.nan_to_num(np.abs(values)).max(initial=0) > 0:
+            largest = max(np.nan_to_num(np.abs(found.values)).max(initial=0) for found in of_ranks)
+            here = np.nan_to_num(np.abs(values)).max(initial=0)
+            if (alive and np.isnan(values).any()) or here > NOTHING * largest:
                 used[rank, backward.index].add(key[0])
     return used
 
@@ -300,6 +302,7 @@ def _fill(
     own: dict[tuple[int, int], float] = {}
     passes: dict[tuple[int, int], Backward] = {}
     residuals: list[float] = []
+    inputs = [_inputs(rank) for rank in view.ranks]
     for key in sorted((k for k in solved if k[0] == view.index), key=lambda k: -_filled(k, candidates)):
         index, of_ranks = key[0], solved[key]
         listed = _passes(candidates, key)
@@ -311,7 +314,7 @@ def _fill(
         view.synchronised &= _agree(table, [step.sketch for step in steps], view.low_precision)
         for position, (rank, backward, _) in enumerate(listed):
             reached = used.get((rank, backward.index), set())
-            dropped = _dropped(rank, steps, listed) or _replayed(backward, rank, listed, shared)
+            dropped = _dropped(rank, steps, listed) or _replayed(backward, rank, listed, shared, inputs[rank])
             if index not in reached and (reached or dropped):
                 continue
             passes[rank, backward.index] = backward
@@ -361,14 +364,34 @@ def _shared_targets(ranks: Sequence[Sequence[RankUpdate]]) -> set[int]:
     return shared
 
 
-def _replayed(backward: Backward, rank: int, listed: Sequence[tuple[int, Backward, bool]], shared: set[int]) -> bool:
-    """A pass that reached nothing, over targets that a later pass of the update ran again (a probe or a rehearsal)."""
+def _replayed(
+    backward: Backward,
+    rank: int,
+    listed: Sequence[tuple[int, Backward, bool]],
+    shared: set[int],
+    inputs: dict[int, tuple[int, ...]],
+) -> bool:
+    """A pass that reached nothing, over what a later pass of the update ran again (a probe or a rehearsal).
+
+    The same inputs, by their hashes in each forward pass of this rank, or the same targets where they tell data apart.
+    """
     targets = {call.targets for call in backward.calls}
-    return bool(targets) and not targets & shared and any(
-        alive and other_rank == rank and other.index > backward.index
-        and targets <= {call.targets for call in other.calls}
-        for other_rank, other, alive in listed
-    )  # fmt: skip
+    fed = {inputs.get(call.forward, ()) for call in backward.calls}
+    for other_rank, other, alive in listed:
+        if not alive or other_rank != rank or other.index <= backward.index:
+            continue
+        again = {inputs.get(call.forward, ()) for call in other.calls}
+        if fed and () not in fed and fed <= again:
+            return True
+        if targets and not targets & shared and targets <= {call.targets for call in other.calls}:
+            return True
+    return False
+
+
+def _inputs(update: RankUpdate) -> dict[int, tuple[int, ...]]:
+    """By forward pass: the hashes of its examples; nothing where one says too little."""
+    forwards = [event for event in update.events if isinstance(event, Forward) and event.hashes is not None]
+    return {event.index: tuple(map(int, event.hashes)) for event in forwards if event.hashes.all()}  # pyright: ignore
 
 
 def _add_portions(view: UpdateView, passes: dict[tuple[int, int], Backward], own: dict[tuple[int, int], float]) -> None:
