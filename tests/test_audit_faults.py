@@ -5,6 +5,7 @@ Every faulty script runs as it is and mended. The scripts, and what is right to 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from audit_harness import Auditors, auditors  # noqa: F401
 from audit_scripts.table import AROUND, CASES, WEIGHTS, Case
 from isostep.audit.document import KINDS, VERDICTS
+from isostep.audit.text import report_text
 
 SCRIPTS = Path(__file__).parent / "audit_scripts"
 FACTOR_TOLERANCE = 0.01
@@ -63,3 +65,14 @@ def test_faults_are_named_and_right_loops_are_left_alone(auditors: Auditors, cas
     if case.factor is not None:
         factors = [finding["factor"] for finding in findings if finding["kind"] in case.kinds]
         assert factors == [pytest.approx(case.factor, rel=FACTOR_TOLERANCE)] * len(factors)
+
+
+def test_readme_shows_what_the_command_prints(auditors: Auditors) -> None:  # noqa: F811
+    root = Path(__file__).parent.parent
+    shown = (root / "README.md").read_text().split("prints:\n\n```text\naudit\n")[1].split("\n```")[0]
+    printed = report_text(auditors.audited(root / "examples" / "accumulated_means.py", updates="2"), 88)
+
+    def without_rounding(text: str) -> list[str]:
+        return [re.sub(r"residual \S+", "residual", line) for line in text.splitlines()]
+
+    assert without_rounding("audit\n" + shown) == without_rounding(printed)

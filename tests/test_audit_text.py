@@ -341,6 +341,9 @@ def test_the_docs_have_every_kind_with_its_meaning_and_what_mends_it() -> None:
 
 def test_the_docs_show_a_page_as_it_is_printed() -> None:
     shown = PAGE.read_text().split("<!-- report: begin -->\n```text\n")[1].split("\n```\n<!-- report: end -->")[0]
-    evidence = "microbatch 0 of rank 0: 10 tokens of 1/20; microbatch 1: 100 tokens of 1/200; exact is 1/110"
-    finding = Finding("mean-of-means", 0, 5.5, evidence, remedy("mean-of-means", "pytorch"), "train.py:41")
+    evidence = (
+        "a token of microbatch 1 on rank 0 (100 tokens) weighs 0.55 of what it should, one of microbatch 0 on rank 0 "
+        "(10 tokens) 5.5"
+    )
+    finding = Finding("mean-of-means", 0, None, evidence, remedy("mean-of-means", "pytorch"), "train.py:41")
     assert shown == report_text(document(INEXACT, [mean_of_means()], [finding]), WIDTH)

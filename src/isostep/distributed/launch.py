@@ -198,6 +198,8 @@ def _guarded(worker: Worker, args: tuple[Any, ...], timeout: float, threads: int
         name = "" if isinstance(error, IsostepError) else f"{type(error).__name__}: "
         Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps([kind, f"{name}{error}"]))
         sys.exit(getattr(error, "exit_code", 1))
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher passes one on that this worker may have acted upon
 
 
 def say_started(folder: Path) -> None:
