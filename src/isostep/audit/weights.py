@@ -219,6 +219,8 @@ def _join_optimizers(
         known = [part for part in parts if part is not None]
         live = {b.index: b for part in known for b in part.live}
         dead = {b.index: b for part in known for b in part.dead if b.index not in live}
+        if any(b.index in live for part in known for b in part.dead):
+            return None  # cleared for one, and not for another
         nothing = np.zeros_like(known[0].step.sketch)
         for backward in live.values():
             alive = [any(b is backward for b in part.live) for part in known]
