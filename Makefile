@@ -23,8 +23,9 @@ lint: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-bench: .venv/dev  ## prints the table of benchmarks/README.md
+bench: .venv/dev  ## prints the tables of benchmarks/README.md
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/audit.py
 
 clean:
 	rm -rf .venv .venv-peers build src/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src" / "isostep").rglob("*.py"))
 WITHOUT_TORCH = ("", ".units", ".errors", ".cli", ".grouping", ".layout", ".ledger", ".explain.replicas",
                  ".explain.tokens", ".explain.batch", ".explain.draw", ".config", ".learning_rate", ".quality",
-                 ".ledger.sheet", ".report.text", ".report.progress", ".report.track")  # fmt: skip
+                 ".ledger.sheet", ".report.text", ".report.progress", ".report.track", ".audit.verdict", ".audit.text",
+                 ".audit.symptoms")  # fmt: skip
 
 
 def _imports(path: Path) -> list[str]:

@@ -157,6 +157,7 @@ def _print_error(error: BaseException, script: Path) -> None:
 
 
 def leave_at_once(code: int) -> None:
+    """End this process, whatever its threads do."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

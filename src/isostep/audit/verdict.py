@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .document import EXACT, EXACT_UP_TO_FACTOR, INEXACT, NOT_OBSERVED, Finding, Report, Update, Weight
+from .document import INEXACT, NOT_OBSERVED, Finding, Report, Update, Weight
 from .records import Backward, Forward, Log, Step
 from .remedies import remedy
 from .series import Fault, Judged, faults_of_weights
@@ -274,6 +274,3 @@ def _finding(fault: Fault, library: str, seen: Sequence[Judged], world: int) -> 
     factor = None if fault.factor is None else float(fault.factor)
     mend = remedy(fault.kind, library, accumulate=accumulate, replicas=world, factor=factor, cause=fault.cause)
     return Finding(fault.kind, fault.update, factor, fault.evidence, mend, fault.where)
-
-
-__all__ = ["EXACT", "EXACT_UP_TO_FACTOR", "judge"]

@@ -178,10 +178,16 @@ def _work(args: argparse.Namespace, folder: Path) -> int:
             (folder / "report.part").write_text(json.dumps(report.document()))
             (folder / "report.part").rename(folder / "report")
 
+    def leave_and_end(report: Report) -> None:
+        from ..audit.run import leave_at_once
+
+        leave(report)
+        leave_at_once(0)  # the report says what is wrong; a failed worker would be an error of its own
+
     if args.json == "-":
         _stdout_kept()
     try:
-        report = _audit(args, leave)
+        report = _audit(args, leave_and_end)
     except KeyboardInterrupt:
         os._exit(130)
     leave(report)
