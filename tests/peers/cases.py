@@ -52,7 +52,7 @@ class Recipe:
     """One way to call one script."""
 
     name: str
-    library: str
+    package: str
     script: str
     rule: str
     arguments: tuple[str, ...] = ()

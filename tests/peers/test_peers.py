@@ -86,7 +86,7 @@ def test_audit_finds_these_weights(case: Case, table: list[tuple[str, ...]], tmp
     document = json.loads(path.read_text())
     kinds = sorted({finding["kind"] for finding in document["findings"]})
     low, high = extremes(known.measured)
-    library = case.recipe.library
+    library = case.recipe.package
     table.append(
         (
             library, version(library), case.recipe.name, str(case.accumulate), str(case.replicas),

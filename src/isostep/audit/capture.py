@@ -247,7 +247,7 @@ class Capture(TorchFunctionMode):
             self.in_backward -= 1
         site = places.script_line()
         value = sum(float(r.detach().double().sum()) for r in roots if isinstance(r, Tensor) and is_readable(r))
-        event = records.Backward(self.backwards, site, places.library(), value, unseen=unseen, bypassed=bypassed)
+        event = records.Backward(self.backwards, site, places.idiom(), value, unseen=unseen, bypassed=bypassed)
         self.backwards += 1
         event.calls = [_finished(call) for call in self._arrived]
         for call in self._arrived:

@@ -48,7 +48,7 @@ def caller() -> tuple[str, int]:
     return place, identity
 
 
-def library() -> str:
+def idiom() -> str:
     """The library that the call under way came through, by its remedy's name; pytorch if none."""
     packages = set()
     for frame in _frames():

@@ -89,7 +89,7 @@ class Backward:
 
     index: int
     where: str
-    library: str
+    idiom: str
     value: float
     """Of its root."""
     calls: list[Call] = field(default_factory=list)

@@ -243,7 +243,7 @@ def _tail(logs: Sequence[Log], judged: Sequence[Judged]) -> list[str]:
 
 def _library(logs: Sequence[Log], world: int) -> str:
     events = [event for log in logs for event in log.events]
-    found = Counter(event.library for event in events if isinstance(event, Backward) and event.library != "pytorch")
+    found = Counter(event.idiom for event in events if isinstance(event, Backward) and event.idiom != "pytorch")
     if found:
         return found.most_common(1)[0][0]
     return "ddp" if world > 1 or any(event.reduces for event in events if isinstance(event, Forward)) else "pytorch"
