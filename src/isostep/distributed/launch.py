@@ -77,12 +77,7 @@ def run_workers(procs: int, worker: Worker, *args: Any, timeout: float, patience
         return _in_process_group(worker, args, timeout, threads=None)
     threads = max(1, (os.cpu_count() or 1) // procs)
     with tempfile.TemporaryDirectory(prefix="isostep-") as folder:
-        try:
-            return _launch(procs, _guarded, (worker, args, timeout, threads, folder), Path(folder), patience)[0]
-        except ChildFailedError as failure:
-            if failure.get_first_failure()[1].exitcode == INTERRUPTED:
-                raise KeyboardInterrupt from None
-            raise _first_error(Path(folder), failure) from None
+        return _launch(procs, _guarded, (worker, args, timeout, threads, folder), Path(folder), patience)[0]
 
 
 def run_processes(procs: int, arguments: Sequence[str], folder: Path) -> None:
@@ -91,16 +86,14 @@ def run_processes(procs: int, arguments: Sequence[str], folder: Path) -> None:
     Each calls `say_started(folder)` first. Raises PeerLostError where one ends with another exit code than 0.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // procs)))
-    try:
-        _launch(procs, sys.executable, tuple(arguments), folder, patience=10)
-    except ChildFailedError as failure:
-        if failure.get_first_failure()[1].exitcode == INTERRUPTED:
-            raise KeyboardInterrupt from None
-        raise _first_error(folder, failure) from None
+    _launch(procs, sys.executable, tuple(arguments), folder, patience=10)
 
 
 def _launch(procs: int, entrypoint: Any, args: tuple[Any, ...], folder: Path, patience: float) -> Any:
-    """Have torchrun's agent run `entrypoint` in local processes. SIGINT and SIGTERM end all of them."""
+    """Have torchrun's agent run `entrypoint` in local processes. SIGINT and SIGTERM end all of them.
+
+    The error of a worker is raised as one of ours, KeyboardInterrupt where it was interrupted.
+    """
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(patience)))
     config = LaunchConfig(
         min_nodes=1,
@@ -119,6 +112,10 @@ def _launch(procs: int, entrypoint: Any, args: tuple[Any, ...], folder: Path, pa
     try:
         with _interrupts_held_for_workers(), _stops_held_until(lambda: len(list(folder.glob("*.started"))) == procs):
             return elastic_launch(config, entrypoint)(*args)
+    except ChildFailedError as failure:
+        if failure.get_first_failure()[1].exitcode == INTERRUPTED:
+            raise KeyboardInterrupt from None
+        raise _first_error(folder, failure) from None
     except SignalException as stop:
         raise KeyboardInterrupt from stop
     finally:
