@@ -17,7 +17,9 @@ SOURCES = sorted((ROOT / "src" / "isostep").rglob("*.py"))
 WITHOUT_TORCH = ("", ".units", ".errors", ".cli", ".grouping", ".layout", ".ledger", ".explain.replicas",
                  ".explain.tokens", ".explain.batch", ".explain.draw", ".config", ".learning_rate", ".quality",
                  ".ledger.sheet", ".report.text", ".report.progress", ".report.track", ".audit.verdict", ".audit.text",
-                 ".audit.symptoms")  # fmt: skip
+                 ".audit.symptoms", ".explain.pipeline", ".explain.draw_pipeline", ".schedule.search",
+                 ".schedule.simulate", ".schedule.validate", ".schedule.csv_file", ".schedule.gantt_text",
+                 ".schedule.gantt_svg", ".schedule.trace", ".schedule.layers_text", ".lab.app")  # fmt: skip
 
 
 def _imports(path: Path) -> list[str]:

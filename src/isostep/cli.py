@@ -23,7 +23,9 @@ COMMANDS = {
     "verify": "check the update against an independent reference, over a grid of layouts",
     "audit": "run a training script and read out what weight every token really had",
     "inspect": "find parts of a model whose result depends on how the update is split",
-    "explain": "worked pictures of replicas, tokens and batches",
+    "simulate": "a pipeline schedule on paper: how long it takes, where it is idle, what it holds; drawn",
+    "explain": "worked pictures of replicas, tokens, batches and pipelines",
+    "lab": "the same pictures as local pages: move a number and see what it changes",
 }
 
 

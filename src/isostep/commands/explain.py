@@ -1,4 +1,4 @@
-"""`isostep explain`: worked pictures of replicas, tokens and batches."""
+"""`isostep explain`: worked pictures of replicas, tokens, batches and pipelines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 
 from .. import cli
 from ..errors import InputError
-from ..explain import batch, draw, replicas, tokens
+from ..explain import batch, draw, draw_pipeline, pipeline, replicas, tokens
 
 Value = TypeVar("Value", int, float)
 
@@ -43,14 +43,20 @@ examples:
   isostep explain batch --replicas 4 --stages 2 --slices 2
   isostep explain batch --examples 10000 --last-group drop"""
 
+PIPELINE_EXAMPLES = """\
+examples:
+  isostep explain pipeline                          3 stages, 4 microbatches: 6 ticks, busy 2/3
+  isostep explain pipeline --stages 4 --microbatches 16"""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the three topics and their options."""
+    """Add the topics and their options."""
     parser.epilog = "example:\n  isostep explain replicas --portions 1,1,4"
     topics = parser.add_subparsers(dest="topic", metavar="TOPIC", required=True, parser_class=cli.Parser)
     _configure_replicas(_topic(topics, "replicas", "one update over several replicas", REPLICAS_EXAMPLES))
     _configure_tokens(_topic(topics, "tokens", "the weight of a token in six common loops", TOKENS_EXAMPLES))
     _configure_batch(_topic(topics, "batch", "sizes of one update; which ranks are replicas", BATCH_EXAMPLES))
+    _configure_pipeline(_topic(topics, "pipeline", "stages at work; what more microbatches buy", PIPELINE_EXAMPLES))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -120,6 +126,15 @@ def _configure_batch(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _configure_pipeline(parser: argparse.ArgumentParser) -> None:
+    for flag, default, text in (
+        ("--stages", 3, "P, consecutive parts of the layers, each on its own device"),
+        ("--microbatches", 4, "M, microbatches of one group"),
+    ):
+        shown = f"{text} (default {default})"
+        parser.add_argument(flag, type=cli.positive_int, default=default, metavar="N", help=shown)
+
+
 def _explain_replicas(args: argparse.Namespace) -> tuple[Any, RenderableType]:
     lr = _number("lr", args.lr, float)
     if args.gradients is not None or args.weights is not None:
@@ -169,10 +184,16 @@ def _explain_batch(args: argparse.Namespace) -> tuple[Any, RenderableType]:
     return sizes, draw.draw_batch(sizes)
 
 
+def _explain_pipeline(args: argparse.Namespace) -> tuple[Any, RenderableType]:
+    model = pipeline.pipeline(args.stages, args.microbatches)
+    return model, draw_pipeline.draw_pipeline(model)
+
+
 TOPICS: dict[str, Callable[[argparse.Namespace], tuple[Any, RenderableType]]] = {
     "replicas": _explain_replicas,
     "tokens": _explain_tokens,
     "batch": _explain_batch,
+    "pipeline": _explain_pipeline,
 }
 
 

@@ -24,7 +24,7 @@ MAX_STAGES = 4
 MAX_MICROBATCHES = 8
 LABEL_WIDTH = 12
 CELL_WIDTH = 17
-ASCII = str.maketrans("─│╭╮╰╯┬┴┼▼", "-|+++++++v")
+ASCII = str.maketrans("─│╭╮╰╯┬┴┼▼█", "-|+++++++v#")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Picture:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for line, style in self.lines:
-            shown = line.translate(ASCII) if options.ascii_only else line
+            shown = line.translate(ASCII).encode("ascii", "replace").decode() if options.ascii_only else line
             yield Text(shown.rstrip(), style=style, no_wrap=True, overflow="crop")
 
 
@@ -75,16 +75,16 @@ def draw_replicas(update: ReplicaUpdate) -> RenderableType:
         _row("update", [after] * len(shown), f"bold {RIGHT}"),
     ]
     return Group(
-        _heading("replicas", f"{count(len(update.replicas), 'replica')}, one parameter, one update"),
+        heading("replicas", f"{count(len(update.replicas), 'replica')}, one parameter, one update"),
         f"w = {number(update.w)}; loss of an example (w - y)^2 / 2, gradient w - y; learning rate {number(update.lr)}",
         "",
         Picture(lines),
-        *_left_out(len(update.replicas) - len(shown), "replica"),
+        *left_out(len(update.replicas) - len(shown), "replica"),
         "",
         "Two ways to join the gradients, and the weight of one example of each replica:",
         _joins(update),
         *_replica_notes(update),
-        *_closing(),
+        *closing(),
     )
 
 
@@ -100,12 +100,12 @@ def draw_vectors(update: VectorUpdate) -> RenderableType:
         _row("update", [_vector(update.weights_after)] * len(shown), f"bold {RIGHT}"),
     ]
     return Group(
-        _heading("replicas", f"{count(len(update.gradients), 'replica')}, one gradient each, one update"),
+        heading("replicas", f"{count(len(update.gradients), 'replica')}, one gradient each, one update"),
         f"learning rate {number(update.lr)}; every replica has equally many examples",
         "",
         Picture(lines),
-        *_left_out(len(update.gradients) - len(shown), "replica"),
-        *_closing(),
+        *left_out(len(update.gradients) - len(shown), "replica"),
+        *closing(),
     )
 
 
@@ -113,7 +113,7 @@ def draw_tokens(weights: TokenWeights) -> RenderableType:
     """The six loops, the weight of one token under each, and the same against the exact weight."""
     counts = weights.counts
     return Group(
-        _heading("tokens", f"the weight of one token in six loops, over {count(counts.total, 'token')}"),
+        heading("tokens", f"the weight of one token in six loops, over {count(counts.total, 'token')}"),
         "",
         _loops(),
         "sum, mean: over a microbatch.  n, N_d, N: tokens of microbatch, replica, group.",
@@ -121,14 +121,14 @@ def draw_tokens(weights: TokenWeights) -> RenderableType:
         "",
         _token_table(weights),
         *_token_notes(weights),
-        *_closing(),
+        *closing(),
     )
 
 
 def draw_batch(sizes: BatchSizes) -> RenderableType:
     """The ladder of units, the grid of ranks, and the fault of taking the world size for the replicas."""
     return Group(
-        _heading("batch", "how the sizes of one update multiply, and which ranks are replicas"),
+        heading("batch", "how the sizes of one update multiply, and which ranks are replicas"),
         "",
         _ladder(sizes),
         *_epoch(sizes.epoch),
@@ -137,32 +137,35 @@ def draw_batch(sizes: BatchSizes) -> RenderableType:
         f"{count(sizes.world_size, 'rank')}, {sizes.ranks_per_replica:,} per replica",
         "",
         _rank_grid(sizes),
-        *_left_out(sizes.replicas - MAX_REPLICAS, "replica"),
-        *_left_out(sizes.stages - MAX_STAGES, "stage"),
+        *left_out(sizes.replicas - MAX_REPLICAS, "replica"),
+        *left_out(sizes.stages - MAX_STAGES, "stage"),
         Text("Ranks are counted slice by slice, then stage by stage, then replica by replica.", QUIET),
         "",
         *_world_size_fault(sizes),
-        *_closing(),
+        *closing(),
     )
 
 
-def _heading(topic: str, text: str) -> Text:
+def heading(topic: str, text: str) -> Text:
+    """The first line of a topic."""
     return Text.assemble((topic, "bold"), ": ", text)
 
 
-def _closing() -> list[RenderableType]:
+def closing() -> list[RenderableType]:
+    """The last line of every topic."""
     return ["", Text(NOT_SHOWN, style=QUIET)]
 
 
-def _left_out(left_out: int, one: str) -> list[RenderableType]:
-    return [Text(f"... and {count(left_out, one)} more, not drawn", style=QUIET)] if left_out > 0 else []
+def left_out(more: int, one: str) -> list[RenderableType]:
+    """A line that says how many are not drawn; nothing where `more` is not above 0."""
+    return [Text(f"... and {count(more, one)} more, not drawn", style=QUIET)] if more > 0 else []
 
 
 def _size(value: int) -> str:
     return f"{value:,}" if value < 1e6 else f"{value:.3g}"
 
 
-def _table(*headers: str, left: int = 1, gap: int = 1) -> Table:
+def new_table(*headers: str, left: int = 1, gap: int = 1) -> Table:
     """A table without vertical lines; the first `left` columns are text, the others numbers."""
     table = Table(box=SIMPLE_HEAD, padding=(0, gap, 0, 0), show_edge=False, header_style="bold")
     for index, header in enumerate(headers):
@@ -217,7 +220,7 @@ def _vector(numbers: Sequence[float]) -> str:
 
 def _joins(update: ReplicaUpdate) -> Table:
     shown = len(update.replicas[:MAX_REPLICAS])
-    table = _table("joined by", "gradient", "w after", *(f"replica {i}" for i in range(shown)))
+    table = new_table("joined by", "gradient", "w after", *(f"replica {i}" for i in range(shown)))
     same = update.mean_of_means.example_weights == update.exact.example_weights
     rows: list[tuple[str, Join, str]] = [
         ("true mean", update.exact, RIGHT),
@@ -244,7 +247,7 @@ def _replica_notes(update: ReplicaUpdate) -> list[RenderableType]:
 
 
 def _loops() -> Table:
-    table = _table("", "loop", "backward on", "across replicas", "weight of a token", left=5)
+    table = new_table("", "loop", "backward on", "across replicas", "weight of a token", left=5)
     for index, loop in enumerate(LOOPS, start=1):
         table.add_row(str(index), loop.name, loop.backward_on, loop.across_replicas, loop.weight)
     return table
@@ -252,7 +255,7 @@ def _loops() -> Table:
 
 def _token_table(weights: TokenWeights) -> Table:
     loops = weights.loops
-    table = _table("", "tokens", *(f"loop {index}" for index in range(1, len(loops) + 1)), gap=0)
+    table = new_table("", "tokens", *(f"loop {index}" for index in range(1, len(loops) + 1)), gap=0)
     table.add_row(Text("weight of one token", "bold"))
     _add_microbatches(table, weights, [loop.token_weights for loop in loops], fraction)
     table.add_row("all: sum of weights", _size(weights.counts.total), *(_judged(r.weight_sum) for r in loops))
@@ -319,7 +322,7 @@ def _ladder(sizes: BatchSizes) -> Table:
     m, a, d = sizes.examples_per_microbatch, sizes.microbatches_per_replica, sizes.replicas
     context = sizes.context_length
     headers = ["scope", "size", "examples"] + ([] if context is None else ["tokens, at most"])
-    table = _table(*headers, left=2)
+    table = new_table(*headers, left=2)
     for scope, formula, examples in (
         ("one example", "", 1),
         ("microbatch", f"m = {m:,}", m),
@@ -344,7 +347,7 @@ def _epoch(epoch: Epoch | None) -> list[RenderableType]:
 
 def _rank_grid(sizes: BatchSizes) -> Table:
     stages = range(min(sizes.stages, MAX_STAGES))
-    table = _table("", *(f"stage {stage}" for stage in stages), left=1 + len(stages))
+    table = new_table("", *(f"stage {stage}" for stage in stages), left=1 + len(stages))
     for replica in range(min(sizes.replicas, MAX_REPLICAS)):
         table.add_row(f"replica {replica}", *(_rank_names(sizes.ranks(replica, stage)) for stage in stages))
     return table
@@ -358,7 +361,7 @@ def _world_size_fault(sizes: BatchSizes) -> list[RenderableType]:
     fault = sizes.world_size_fault
     if fault.factor == 1:
         return ["Every rank is a replica here, so D is the world size; stages or slices end that."]
-    table = _table("if D is taken to be", f"{sizes.replicas:,} replicas", f"{sizes.world_size:,} ranks", "factor")
+    table = new_table("if D is taken to be", f"{sizes.replicas:,} replicas", f"{sizes.world_size:,} ranks", "factor")
     believed = fault.examples_per_update_believed
     table.add_row("examples per update", f"{sizes.examples_per_update:,}", f"{believed:,}", f"x {fault.factor:,}")
     table.add_row("gradient, its sum / examples", "1", f"1/{fault.factor:,}", f"x 1/{fault.factor:,}")

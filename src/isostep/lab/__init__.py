@@ -1,0 +1,1 @@
+"""The local interactive pages of `isostep lab`: forms and pictures over the functions of explain/ and schedule/."""

@@ -1,0 +1,292 @@
+"""A simulation as SVG: the Gantt chart of its ranks, and what each rank holds over time.
+
+The pictures hold no script and no inline style: classes and attributes alone, so that a page under a strict content
+security policy can show them with `STYLE` in its own style sheet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import InputError
+from ..explain.draw import number
+from ..units import count
+from .drawing import WORDS, first_spans, heading, local_chunks, peaks, percent, shown_ranks, unit, window
+from .svg import CHARACTER, STYLE, Frame, axis, decimal, document, legend, tag
+from .weights import ROUNDING
+
+if TYPE_CHECKING:
+    from .simulate import Simulation, Span
+
+MAX_SPANS = 4000
+MAX_RANKS = 512
+MIN_WIDTH, MAX_WIDTH = 320, 10_000
+MAX_CURVES = 8
+TOP, CURVE = 62.0, 46.0
+
+
+def draw(sim: Simulation, start: float = 0.0, end: float | None = None, width: int = 960, style: bool = True) -> str:
+    """A whole SVG of a window of time (in the unit of the costs): a lane per rank, a rectangle per action.
+
+    Each rectangle has the class `span` and that of its op (f, b, i, w), and the attributes data-rank, data-stage and
+    data-microbatch. Forwards stand high in a lane, backwards low, weight
+    backwards lower. Where a window has more than 4,000 actions, its
+    beginning is drawn and the title says so. Without `style` the style sheet is left out: put `STYLE` into the page's.
+    Raises InputError for a window that cannot be drawn, and a width below 320 or above 10,000.
+    """
+    _check_width(width)
+    first, last = window(sim, start, end)
+    spans, last = first_spans(sim, first, last, MAX_SPANS)
+    rows = _Rows.of(sim, width, first, last)
+    title = heading(sim)
+    if (first, last) != (0.0, sim.makespan):
+        title += f": from {number(first)} to {number(last)} of {number(sim.makespan)}"
+    body = [
+        tag("text", "heading", title, x=20, y=27),
+        tag("text", "quiet", _fitting(_clauses(sim), width), x=20, y=47),
+        *rows.lanes(),
+    ]
+    lines, times = axis(rows.frame, TOP, rows.bottom)
+    body += lines
+    levels = _levels(sim)
+    body += [part for span in spans if span.rank in rows.y for part in _span(span, rows, levels[span.stage])]
+    links = list(_links(sim, rows))
+    key, height = legend(_marks(sim, spans, bool(links)), rows.frame.left, width - 20, rows.bottom + 32)
+    told = "; ".join(_clauses(sim)) + "."
+    return "\n".join(document(width, height + 10, title, told, [*body, *links, *times, *key], style))
+
+
+def memory(
+    sim: Simulation,
+    limit: float | None = None,
+    width: int = 960,
+    style: bool = True,
+    start: float = 0.0,
+    end: float | None = None,
+) -> str:
+    """A whole SVG of what ranks hold over time, below each other on one scale, in the unit of the costs' activations.
+
+    Of more than 8 ranks the worst, the first, the last and the median are drawn. `limit` is a dashed line, in the same
+    unit. Its time axis is that of `draw` with the same window and width. Raises InputError as `draw` does.
+    """
+    _check_width(width)
+    frame = _frame(sim, width, *window(sim, start, end))
+    chosen = _curves(sim)
+    most = max(sim.peak_memory + (limit or 0.0,)) or 1.0
+    title = f"Activations held: {heading(sim)}"
+    told = [f"The most that each rank holds, {unit(sim)}: {peaks(sim.peak_memory)}"]
+    told += [] if limit is None else [f"the limit is {number(limit)}"]
+    body = [tag("text", "heading", title, x=20, y=27), tag("text", "quiet", _fitting(told, width), x=20, y=47)]
+    bottom = TOP + (CURVE + 10) * len(chosen) - 10
+    lines, times = axis(frame, TOP, bottom)
+    for row, (rank, words) in enumerate(chosen.items()):
+        body += _curve(sim, rank, words, TOP + row * (CURVE + 10), frame, most, limit)
+    marks = [(tag("rect", "held", width=20, height=12) + tag("line", "held-line", x1=0, x2=20, y1=0, y2=0), "held")]
+    if limit is not None:
+        marks.append((tag("line", "limit", x1=0, x2=20, y1=6, y2=6), f"limit {number(limit)}"))
+    key, height = legend(marks, frame.left, width - 20, bottom + 32)
+    return "\n".join(document(width, height + 10, title, "; ".join(told) + ".", [*body, *lines, *times, *key], style))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where the ranks lie."""
+
+    frame: Frame
+    pitch: float
+    y: dict[int, float]
+    """Top of the lane of each rank that is drawn."""
+    stages: int
+
+    @classmethod
+    def of(cls, sim: Simulation, width: int, start: float, end: float) -> _Rows:
+        stages = sim.schedule.stages
+        pitch = next(pitch for most, pitch in _PITCHES if stages <= most)
+        ranks = shown_ranks(stages, MAX_RANKS)
+        gap = [16.0 if rank >= MAX_RANKS // 2 and len(ranks) < stages else 0.0 for rank in ranks]
+        y = {rank: TOP + row * pitch + gap[row] for row, rank in enumerate(ranks)}
+        return cls(_frame(sim, width, start, end), pitch, y, stages)
+
+    @property
+    def lane(self) -> float:
+        """Height of a lane."""
+        return self.pitch * 0.8
+
+    @property
+    def bottom(self) -> float:
+        return max(self.y.values()) + self.lane
+
+    def lanes(self) -> Iterator[str]:
+        every = max(1, round(14 / self.pitch + 0.49))
+        for row, (rank, y) in enumerate(self.y.items()):
+            yield tag("rect", "lane", x=self.frame.left, y=y, width=self.frame.span, height=self.lane, rx=2)
+            if row % every == 0:
+                yield tag("text", "end", f"rank {rank}", x=self.frame.left - 10, y=y + self.lane / 2 + 4)
+        if len(self.y) < self.stages:
+            words = f"... {count(self.stages - len(self.y), 'rank')} not drawn"
+            y = self.y[MAX_RANKS // 2 - 1] + self.lane + 13
+            yield tag("text", "quiet", words, x=self.frame.left, y=y)
+
+
+_PITCHES = ((4, 40.0), (8, 34.0), (16, 26.0), (32, 19.0), (64, 13.0), (float("inf"), 8.0))
+"""(up to so many ranks, height from lane to lane)"""
+
+
+def _check_width(width: int) -> None:
+    if not MIN_WIDTH <= width <= MAX_WIDTH:
+        raise InputError.of("width", width, f"{MIN_WIDTH} to {MAX_WIDTH:,} pixels", "choose another")
+
+
+def _frame(sim: Simulation, width: int, start: float, end: float) -> Frame:
+    return Frame(width, 38 + 12 * CHARACTER * len(f"rank {sim.schedule.stages - 1}"), start, end)
+
+
+def _clauses(sim: Simulation) -> list[str]:
+    """The numbers, most telling first."""
+    return [
+        f"Makespan {number(sim.makespan)}",
+        f"ranks are busy {percent(sim.busy_share)} of the time",
+        f"bubble {number(sim.bubble_global)} ({percent(sim.rate_global)})",
+        f"a rank holds at most {number(max(sim.peak_memory))} {unit(sim)}",
+    ]
+
+
+def _fitting(clauses: Sequence[str], width: int) -> str:
+    """As many clauses as fit a line of the picture."""
+    fitting = clauses[:1]
+    for clause in clauses[1:]:
+        if 12 * CHARACTER * len("; ".join([*fitting, clause])) < width - 40:
+            fitting = [*fitting, clause]
+    return "; ".join(fitting)
+
+
+def _levels(sim: Simulation) -> list[int]:
+    """The tint of each stage index, 0 to 3, by its place among the chunks of its rank."""
+    tints = {1: (1,), 2: (1, 2)}.get(sim.schedule.chunks, (0, 1, 2, 3))
+    return [tints[chunk % len(tints)] for chunk in local_chunks(sim.schedule)]
+
+
+def _span(span: Span, rows: _Rows, level: int) -> Iterator[str]:
+    """The rectangle of an action, and what is written on it."""
+    left, right = rows.frame.x(span.start), rows.frame.x(span.end)
+    room = right - left
+    classes = f"{span.op.lower()} l{level}"
+    inset = rows.lane * (0.3 if span.op == "W" else 0.14)
+    y, height = rows.y[span.rank] + (0.0 if span.op == "F" else inset), rows.lane - inset
+    words = f"{WORDS[span.op]} of microbatch {span.microbatch_index}, stage {span.stage}, rank {span.rank}"
+    title = f"<title>{words}: {number(span.start)} to {number(span.end)}</title>"
+    data = f'data-rank="{span.rank}" data-stage="{span.stage}" data-microbatch="{span.microbatch_index}"'
+    place = f'x="{decimal(left)}" y="{decimal(y)}" width="{decimal(room - min(1.0, room / 8))}"'
+    round_off = ' rx="2"' if room > 8 else ""
+    yield f'<rect class="span {classes}" {place} height="{decimal(height)}"{round_off} {data}>{title}</rect>'
+    size = 11 if height >= 18 else 9
+    label = _label(span, room / (CHARACTER * size)) if height >= 11 else ""
+    if label:
+        small = " small" if size == 9 else ""
+        x = (left + right) / 2
+        yield tag("text", f"label{small} {classes}", label, x=x, y=y + height / 2 + size * 0.36)
+
+
+def _label(span: Span, characters: float) -> str:
+    """The op and the microbatch, or the microbatch, or nothing, as fits."""
+    microbatch = str(span.microbatch_index)
+    if len(microbatch) + 1.9 <= characters:
+        return span.op + microbatch
+    return microbatch if len(microbatch) + 0.5 <= characters else ""
+
+
+def _links(sim: Simulation, rows: _Rows) -> Iterator[str]:
+    """Transfers, as one path of thin lines for each direction."""
+    paths: dict[str, list[str]] = {"F": [], "B": []}
+    frame = rows.frame
+    for transfer in sim.transfers(frame.start, frame.end):
+        if transfer.source in rows.y and transfer.target in rows.y:
+            down = transfer.target > transfer.source
+            begin = rows.y[transfer.source] + (rows.lane if down else 0.0)
+            finish = rows.y[transfer.target] + (0.0 if down else rows.lane)
+            x = decimal(frame.x(transfer.start)), decimal(frame.x(transfer.end))
+            paths[transfer.op].append(f"M{x[0]} {decimal(begin)}L{x[1]} {decimal(finish)}")
+    for op, path in paths.items():
+        if path:
+            yield tag("path", f"link {op.lower()}", d="".join(path))
+
+
+def _marks(sim: Simulation, spans: Sequence[Span], links: bool) -> Iterator[tuple[str, str]]:
+    """The marks of the legend and their words."""
+    levels = _levels(sim)
+    present = {span.op for span in spans}
+    first = levels[0]
+    for op, words in WORDS.items():
+        if op in present:
+            mark = tag("rect", f"{op.lower()} l{first}", width=20, height=12, rx=2)
+            yield mark + tag("text", f"label small {op.lower()} l{first}", op, x=10, y=9.3), words
+    if sim.schedule.chunks > 1:
+        for chunk, level in enumerate(dict.fromkeys(levels)):
+            yield tag("rect", f"f l{level}", width=20, height=12, rx=2), f"chunk {chunk}"
+    yield tag("rect", "lane", width=20, height=12, rx=2), "idle"
+    if links:
+        yield tag("path", "link f", d="M0 0L20 12"), "transfer"
+
+
+def _curves(sim: Simulation) -> dict[int, str]:
+    """The ranks whose curve is drawn, in order, each with its name."""
+    held = sim.peak_memory
+    if len(held) <= MAX_CURVES:
+        return {rank: f"rank {rank}" for rank in range(len(held))}
+    order = sorted(range(len(held)), key=lambda rank: (-held[rank], rank))
+    names: dict[int, list[str]] = {}
+    for name, rank in (
+        ("worst", order[0]),
+        ("first", 0),
+        ("median", order[len(order) // 2]),
+        ("last", len(held) - 1),
+    ):
+        names.setdefault(rank, []).append(name)
+    return {rank: f"rank {rank} ({', '.join(names[rank])})" for rank in sorted(names)}
+
+
+def _curve(
+    sim: Simulation, rank: int, words: str, top: float, frame: Frame, most: float, limit: float | None
+) -> Iterator[str]:
+    """One rank's steps, filled down to 0, with its peak and the limit."""
+
+    def y(held: float) -> float:
+        return top + CURVE * (1 - held / most)
+
+    peak = sim.peak_memory[rank]
+    over = "over" if limit is not None and peak > limit * (1 + ROUNDING) else ""
+    points = _steps(sim.in_flight(rank), frame)
+    line = f"M{decimal(points[0][0])} {decimal(y(points[0][1]))}"
+    line += "".join(f"H{decimal(x)}V{decimal(y(held))}" for x, held in points[1:])
+    line += f"H{decimal(frame.x(frame.end))}"
+    ground = decimal(y(0))
+    yield f'<g class="curve {over}" data-rank="{rank}" data-peak="{number(peak)}">'
+    yield tag("rect", "lane", x=frame.left, y=top, width=frame.span, height=CURVE)
+    yield tag("path", "held", d=f"{line}V{ground}H{decimal(points[0][0])}Z")
+    yield tag("path", "held-line", d=line)
+    if limit is not None:
+        yield tag("line", "limit", x1=frame.left, x2=frame.left + frame.span, y1=y(limit), y2=y(limit))
+    yield tag("text", "end", f"rank {rank}", x=frame.left - 10, y=top + CURVE / 2)
+    yield tag("text", "quiet end", f"peak {peak:.3g}", x=frame.left - 10, y=top + CURVE / 2 + 14)
+    yield f"<title>{words}: at most {number(peak)} {unit(sim)}</title></g>"
+
+
+def _steps(curve: Sequence[tuple[float, float]], frame: Frame) -> list[tuple[float, float]]:
+    """(x, held from there on) within the window; of the steps within one pixel, the last and the highest."""
+    before = [held for time, held in curve if time <= frame.start]
+    points = [(frame.left, before[-1] if before else 0.0)]
+    for time, held in curve:
+        if not frame.start < time <= frame.end:
+            continue
+        x = frame.x(time)
+        if len(points) > 2 and x - points[-2][0] < 0.5:
+            points[-2] = (points[-2][0], max(points[-2][1], points[-1][1]))
+            points[-1] = (x, held)
+        else:
+            points.append((x, held))
+    return points
+
+
+__all__ = ["MAX_SPANS", "STYLE", "draw", "memory"]
