@@ -26,6 +26,8 @@ lint: .venv/dev
 bench: .venv/dev  ## prints the tables of benchmarks/README.md
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/audit.py
+	$(BIN)/python benchmarks/schedule.py
+	$(BIN)/python benchmarks/lab.py
 
 clean:
 	rm -rf .venv .venv-peers build src/*.egg-info .pytest_cache .ruff_cache .hypothesis

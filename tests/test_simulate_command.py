@@ -328,3 +328,31 @@ def test_long_work_is_announced_on_a_terminal_alone(
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes stderr for a terminal
     seen = [run(capsys, "--stages", "64", "--microbatches", "512")[2] for _ in range(3)]
     assert any("simulating 1f1b" in err for err in seen)
+
+
+def test_readme_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    shown = readme.split("--schedule zb-h1 --stages 4 --microbatches 6` prints:\n\n```text\n")[1].split("```")[0]
+    code, out, _ = run(capsys, "--schedule", "zb-h1", "--stages", "4", "--microbatches", "6")
+    assert code == 0
+    assert [line.rstrip() for line in out.splitlines()] == shown.splitlines()
+
+
+def test_layers_by_cost(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    layers = str(Path(__file__).parents[1] / "examples" / "layers.json")
+    file = tmp_path / "cut.json"
+    code, out, _ = run(capsys, "--layers", layers, *SIZES, "--json", str(file))
+    assert code == 0
+    assert "The slowest stage sets the cadence" in out
+    document = json.loads(file.read_text())
+    assert document["by_cost"]["cadence"] < document["equal_counts"]["cadence"]
+    for more, named in (
+        (["--forward", "2"], "--forward: got [2.0], expected not to be given with --layers"),
+        (["--memory", "1"], "memory"),
+        (["--from", "3"], "--from"),
+    ):
+        code, out, err = run(capsys, "--layers", layers, *SIZES, *more)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert named in err
+    assert run(capsys, *SIZES, "--memory", "5")[0] == 2
+    assert run(capsys, *SIZES, "--objective", "own-span")[0] == 2
