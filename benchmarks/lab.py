@@ -21,16 +21,17 @@ from contextlib import contextmanager
 RATE = 10.0
 CLIENTS = 8
 STATES: dict[str, Callable[[int], str]] = {
-    "replicas": lambda k: f"/replicas?replicas=3&w={k % 80 / 10}&lr=0.1&y0=0&y1=2&y2=4&fragment=1",
-    "tokens": lambda k: f"/tokens?counts={1 + k % 500},1536&losses=2,4&fragment=1",
-    "pipeline, 1f1b, P = 8, M = 1 to 32": lambda k: f"/pipeline?stages=8&microbatches={1 + k % 32}&fragment=1",
-    "pipeline, 1f1b, P = 8, M = 32, forward cost": lambda k: (
-        f"/pipeline?stages=8&microbatches=32&forward={1 + k % 997 / 997:.4f}&fragment=1"
+    "replicas": lambda k: f"/replicas?replicas=3&w={k / 1000}&lr=0.1&y0=0&y1=2&y2=4&fragment=1",
+    "tokens": lambda k: f"/tokens?counts={1 + k},1536&losses=2,4&fragment=1",
+    "pipeline, 1f1b, P = 8, M = 32": lambda k: f"/pipeline?stages=8&microbatches=32&forward={1 + k / 1e5}&fragment=1",
+    "pipeline, interleaved-1f1b, P = 8, M = 32, v = 2": lambda k: (
+        f"/pipeline?schedule=interleaved-1f1b&stages=8&microbatches=32&forward={1 + k / 1e5}&fragment=1"
     ),
-    "pipeline, 1f1b and zb-h1, P = 8, M = 32, transfer": lambda k: (
-        f"/pipeline?stages=8&microbatches=32&compare=zb-h1&transfer={k % 997 / 997:.4f}&fragment=1"
+    "pipeline, 1f1b beside zb-h1, P = 8, M = 32, transfers": lambda k: (
+        f"/pipeline?stages=8&microbatches=32&compare=zb-h1&transfer={(1 + k) / 1e5}&fragment=1"
     ),
 }
+"""Addresses by the number of a move, different for every number, so that no answer is a kept one."""
 
 
 @contextmanager

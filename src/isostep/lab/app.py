@@ -27,7 +27,7 @@ from .worked_files import worked_files, worked_text
 VIEWS = (replicas.VIEW, tokens.VIEW, batch.VIEW, pipeline.VIEW)
 CACHED = 48
 """Answers kept. The largest is about a megabyte."""
-AT_ONCE = 2
+AT_ONCE = 1
 """Answers computed at the same time: more of them share one interpreter, and all come late."""
 
 Texts = tuple[tuple[str, str], ...]

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from ..schedule import gantt_svg
 from ..schedule.drawing import first_spans, percent, window
 from .fields import Choice, Field, Real, Reals, Slider, Switch, Whole
-from .pipeline_state import NAMES, Outcome, compared, outcome_of, settings_of
+from .pipeline_state import SCHEDULE_NAMES, Outcome, compared, outcome_of, settings_of
 from .query import query_of
 from .view import MINUS, Values, View, number
 
@@ -77,7 +77,7 @@ def _pictures(outcomes: Sequence[Outcome], start: float, end: float | None, limi
 
 
 def _width(outcome: Outcome, share: float) -> int:
-    frame = gantt_svg._frame(outcome.sim, WIDTH, 0.0, 1.0)
+    frame = gantt_svg.frame_of(outcome.sim, WIDTH, 0.0, 1.0)
     return max(gantt_svg.MIN_WIDTH, round(WIDTH - frame.span * (1 - share)))
 
 
@@ -183,7 +183,7 @@ def _downloads(outcome: Outcome, texts: Mapping[str, str]) -> list[tuple[str, st
 
 
 def _fields() -> tuple[Field, ...]:
-    names = tuple((name, name) for name in NAMES)
+    names = tuple((name, name) for name in SCHEDULE_NAMES)
     cost = {"least": 0.0, "most": 1e6, "slider": Slider(0, 4, 0.1)}
     return (
         Choice("schedule", "Schedule", "1f1b", options=names),
@@ -218,6 +218,7 @@ VIEW = View(
         ("1F1B against GPipe: same time, less memory", "?schedule=gpipe&compare=1f1b&stages=4&microbatches=8"),
         ("1F1B against ZB-V: the idle time goes", "?schedule=1f1b&compare=zb-v&stages=4&microbatches=8"),
         ("Chunks, and transfers that cost", "?schedule=1f1b&compare=interleaved-1f1b&microbatches=8&transfer=0.25"),
+        ("An order searched within a limit", "?schedule=1f1b&compare=auto&memory-limit=4&forward=1,1,2,1"),
         ("A slow stage sets the cadence", "?schedule=1f1b&stages=4&microbatches=8&forward=1,1,2,1"),
     ),
     not_shown="Not shown: quality, optimizer state, bytes of a transfer, what a kernel gains from larger microbatches.",

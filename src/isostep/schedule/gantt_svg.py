@@ -24,6 +24,7 @@ MAX_SPANS = 4000
 MAX_RANKS = 512
 MIN_WIDTH, MAX_WIDTH = 320, 10_000
 MAX_CURVES = 8
+ROUND = ' rx="2"'
 TOP, CURVE = 62.0, 46.0
 
 
@@ -51,7 +52,7 @@ def draw(sim: Simulation, start: float = 0.0, end: float | None = None, width: i
     lines, times = axis(rows.frame, TOP, rows.bottom)
     body += lines
     levels = _levels(sim)
-    body += [part for span in spans if span.rank in rows.y for part in _span(span, rows, levels[span.stage])]
+    body += _spans(spans, rows, levels)
     links = list(_links(sim, rows))
     key, height = legend(_marks(sim, spans, bool(links)), rows.frame.left, width - 20, rows.bottom + 32)
     told = "; ".join(_clauses(sim)) + "."
@@ -72,7 +73,7 @@ def memory(
     unit. Its time axis is that of `draw` with the same window and width. Raises InputError as `draw` does.
     """
     _check_width(width)
-    frame = _frame(sim, width, *window(sim, start, end))
+    frame = frame_of(sim, width, *window(sim, start, end))
     chosen = _curves(sim)
     most = max(sim.peak_memory + (limit or 0.0,)) or 1.0
     title = f"Activations held: {heading(sim)}"
@@ -107,7 +108,7 @@ class _Rows:
         ranks = shown_ranks(stages, MAX_RANKS)
         gap = [16.0 if rank >= MAX_RANKS // 2 and len(ranks) < stages else 0.0 for rank in ranks]
         y = {rank: TOP + row * pitch + gap[row] for row, rank in enumerate(ranks)}
-        return cls(_frame(sim, width, start, end), pitch, y, stages)
+        return cls(frame_of(sim, width, start, end), pitch, y, stages)
 
     @property
     def lane(self) -> float:
@@ -139,7 +140,8 @@ def _check_width(width: int) -> None:
         raise InputError.of("width", width, f"{MIN_WIDTH} to {MAX_WIDTH:,} pixels", "choose another")
 
 
-def _frame(sim: Simulation, width: int, start: float, end: float) -> Frame:
+def frame_of(sim: Simulation, width: int, start: float, end: float) -> Frame:
+    """Where time lies on a picture of this width."""
     return Frame(width, 38 + 12 * CHARACTER * len(f"rank {sim.schedule.stages - 1}"), start, end)
 
 
@@ -168,33 +170,40 @@ def _levels(sim: Simulation) -> list[int]:
     return [tints[chunk % len(tints)] for chunk in local_chunks(sim.schedule)]
 
 
-def _span(span: Span, rows: _Rows, level: int) -> Iterator[str]:
-    """The rectangle of an action, and what is written on it."""
-    left, right = rows.frame.x(span.start), rows.frame.x(span.end)
-    room = right - left
-    classes = f"{span.op.lower()} l{level}"
-    inset = rows.lane * (0.3 if span.op == "W" else 0.14)
-    y, height = rows.y[span.rank] + (0.0 if span.op == "F" else inset), rows.lane - inset
-    words = f"{WORDS[span.op]} of microbatch {span.microbatch_index}, stage {span.stage}, rank {span.rank}"
-    title = f"<title>{words}: {number(span.start)} to {number(span.end)}</title>"
-    data = f'data-rank="{span.rank}" data-stage="{span.stage}" data-microbatch="{span.microbatch_index}"'
-    place = f'x="{decimal(left)}" y="{decimal(y)}" width="{decimal(room - min(1.0, room / 8))}"'
-    round_off = ' rx="2"' if room > 8 else ""
-    yield f'<rect class="span {classes}" {place} height="{decimal(height)}"{round_off} {data}>{title}</rect>'
-    size = 11 if height >= 18 else 9
-    label = _label(span, room / (CHARACTER * size)) if height >= 11 else ""
-    if label:
-        small = " small" if size == 9 else ""
-        x = (left + right) / 2
-        yield tag("text", f"label{small} {classes}", label, x=x, y=y + height / 2 + size * 0.36)
+def _spans(spans: Sequence[Span], rows: _Rows, levels: Sequence[int]) -> Iterator[str]:
+    """A rectangle for each action, and what is written on it. Called for thousands: numbers are formatted in place."""
+    frame, lane = rows.frame, rows.lane
+    scale = frame.span / (frame.end - frame.start) if frame.end > frame.start else 0.0
+    origin, most = frame.left - scale * frame.start, frame.left + frame.span
+    insets = {op: lane * inset for op, inset in (("F", 0.0), ("B", 0.14), ("I", 0.14), ("W", 0.3))}
+    for rank, stage, microbatch, op, start, end in spans:
+        if rank not in rows.y:
+            continue
+        left, right = max(frame.left, origin + scale * start), min(most, origin + scale * end)
+        room = right - left
+        classes = f"{op.lower()} l{levels[stage]}"
+        inset = insets[op]
+        y, height = rows.y[rank] + inset, lane - (inset or insets["B"])
+        yield (
+            f'<rect class="span {classes}" x="{left:.1f}" y="{y:.1f}" width="{room - min(1.0, room / 8):.1f}" '
+            f'height="{height:.1f}"{ROUND if room > 8 else ""} data-rank="{rank}" data-stage="{stage}" '
+            f'data-microbatch="{microbatch}"><title>{WORDS[op]} of microbatch {microbatch}, stage {stage}, '
+            f"rank {rank}: {start:.6g} to {end:.6g}</title></rect>"
+        )
+        size = 11 if height >= 18 else 9
+        label = _label(op, microbatch, room / (CHARACTER * size)) if height >= 11 else ""
+        if label:
+            small = " small" if size == 9 else ""
+            x, base = (left + right) / 2, y + height / 2 + size * 0.36
+            yield f'<text class="label{small} {classes}" x="{x:.1f}" y="{base:.1f}">{label}</text>'
 
 
-def _label(span: Span, characters: float) -> str:
+def _label(op: str, microbatch: int, characters: float) -> str:
     """The op and the microbatch, or the microbatch, or nothing, as fits."""
-    microbatch = str(span.microbatch_index)
-    if len(microbatch) + 1.9 <= characters:
-        return span.op + microbatch
-    return microbatch if len(microbatch) + 0.5 <= characters else ""
+    number_text = str(microbatch)
+    if len(number_text) + 1.9 <= characters:
+        return op + number_text
+    return number_text if len(number_text) + 0.5 <= characters else ""
 
 
 def _links(sim: Simulation, rows: _Rows) -> Iterator[str]:
@@ -289,4 +298,4 @@ def _steps(curve: Sequence[tuple[float, float]], frame: Frame) -> list[tuple[flo
     return points
 
 
-__all__ = ["MAX_SPANS", "STYLE", "draw", "memory"]
+__all__ = ["MAX_SPANS", "MIN_WIDTH", "STYLE", "draw", "frame_of", "memory"]

@@ -149,7 +149,9 @@ class Simulation:
     def transfers(self, start: float = 0.0, end: float = float("inf")) -> list[Transfer]:
         """The transfers between ranks that take time and overlap a window, in the order of the senders' spans."""
         last, ranks = self.schedule.num_chunks - 1, self.schedule.rank_of
-        found = []
+        found: list[Transfer] = []
+        if not any(self.costs.transfer):
+            return found
         for span in self.spans(start - max(self.costs.transfer, default=0.0), end):
             forward = span.op == OPS[F]
             to = span.stage + (1 if forward else -1)

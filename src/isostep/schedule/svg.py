@@ -104,8 +104,8 @@ class Frame:
 
 
 def decimal(value: float) -> str:
-    """A coordinate, to a hundredth of a pixel."""
-    return f"{value:.2f}".rstrip("0").rstrip(".") if "." in f"{value:.2f}" else f"{value:.2f}"
+    """A coordinate, to a tenth of a pixel."""
+    return f"{value:.1f}".removesuffix(".0")
 
 
 def tag(name: str, classes: str, text: str | None = None, **attributes: float | str) -> str:
