@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from isostep.errors import InputError
 from isostep.schedule import closed_form, csv_file
 from isostep.schedule.costs import Costs
-from isostep.schedule.generate import NAMES, SCHEDULES, default_chunks, generate
+from isostep.schedule.generate import NAMES, SCHEDULES, generate
 from isostep.schedule.ir import Schedule
 from isostep.schedule.simulate import Simulation, simulate
 from isostep.schedule.validate import check
@@ -202,18 +202,24 @@ def test_properties(case: tuple[Schedule, dict[str, Any]]) -> None:
     bound = max((schedule.chunks - 1) * round_size + 2 * schedule.stages - 1, 2 * schedule.stages + 1)
     if schedule.name not in ("gpipe", "looped-bfs"):
         assert max(found.peak_in_flight) <= min(bound, schedule.num_microbatches * schedule.chunks)
+    started = {(s.rank, s.stage, s.microbatch_index, s.op == "F"): s.start for s in reversed(spans) if s.op != "W"}
+    for sent in found.transfers():
+        to = sent.stage + (1 if sent.op == "F" else -1)
+        arrived = started[sent.target, to, sent.microbatch_index, sent.op == "F"]
+        assert arrived >= sent.end - 1e-9, "used before it has arrived"
     path = found.critical_path
+    waits = sum(after.start - before.end for before, after in pairwise(path))
+    assert waits == 0 or any(costs.transfer)
     assert path[0].start == 0
     assert path[-1].end == found.makespan
     assert all(before.end <= after.start for before, after in pairwise(path))
 
 
-@settings(max_examples=150, deadline=None)
-@given(cases())
-def test_a_plain_walk_comes_to_the_same_times(case: tuple[Schedule, dict[str, Any]]) -> None:
+@settings(max_examples=200, deadline=None)
+@given(cases(), st.booleans())
+def test_a_plain_walk_comes_to_the_same_times(case: tuple[Schedule, dict[str, Any]], blocking: bool) -> None:
     schedule, given_costs = case
-    assume(not schedule.overlapped)
-    costs = Costs.of(schedule, **given_costs)
+    costs = Costs.of(schedule, **given_costs, blocking=blocking)
     assert times_of(simulate(schedule, costs)) == walked(schedule, costs)
 
 
@@ -231,7 +237,10 @@ def times_of(simulation: Simulation) -> list[list[tuple[float, float]]]:
 def walked(schedule: Schedule, costs: Costs) -> list[list[tuple[float, float]]]:
     orders = [[tuple(action) for action in schedule.actions(rank)] for rank in range(schedule.stages)]
     durations = dict(zip("FBIW", costs.durations(), strict=True))
-    return [sorted(spans) for spans in walk(orders, schedule.rank_of, durations, costs.transfer)]
+    return [
+        sorted(spans)
+        for spans in walk(orders, schedule.rank_of, durations, costs.transfer, 0, schedule.overlapped, costs.blocking)
+    ]
 
 
 def test_blocking_transfers_keep_their_sender() -> None:
@@ -346,7 +355,8 @@ GOOD = "0F0,0F1,,0B0,0B1\n1F0,1B0,1F1,1B1\n"
         ("0F0,0F1,,0B0,0B1\n2F0,2B0,2F1,2B1\n", "no action of stage 1"),
         ("0F0,0F1,,0B0,0B1\n", None),
         ("", "an empty file"),
-        ("0F0,0B0\n,,\n", "row 2: got 'no action'"),
+        ("0F0,0B0\n,,\n1F0,1B0\n", "row 2: got 'no action'"),
+        ("0F0," + "x" * 200_000, "field limit"),
         ("0F0,0F999999999,0B0\n", "at most"),
     ],
 )
@@ -381,5 +391,5 @@ def test_communication_cells_of_torch_are_passed_over() -> None:
 
 
 def test_defaults() -> None:
-    assert [default_chunks(name) for name in NAMES] == [1, 1, 2, 2, 1, 1, 2, 2, 2]
+    assert [named.chunks for named in SCHEDULES.values()] == [1, 1, 2, 2, 1, 1, 2, 2, 2]
     assert all(named.summary for named in SCHEDULES.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import io
 import json
 import math
 import os
@@ -103,11 +104,16 @@ def write_json(path: str | None, document: dict[str, Any]) -> None:
     if path == "-":
         sys.stdout.write(text)
         return
+    write_text("--json", path, text)
+
+
+def write_text(flag: str, path: str, text: str) -> None:
+    """Write a file that `flag` asked for. Raises InputError where it cannot be written, IsostepError on a full disk."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         remedy = f"choose another path ({error.strerror})"
-        refused = InputError.of("--json", path, "a file that can be written", remedy)
+        refused = InputError.of(flag, path, "a file that can be written", remedy)
         raise (IsostepError(str(refused)) if error.errno in NO_ROOM else refused) from None
 
 
@@ -128,6 +134,8 @@ def build_parser(names: Sequence[str]) -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0 fine, 1 a finding or a failed run, 2 bad usage or input, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # names of files and layers may be beyond what a terminal can show
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else torch adds stack traces to what is one line here
     try:
         args = build_parser([a for a in arguments[:1] if a in COMMANDS]).parse_args(arguments)

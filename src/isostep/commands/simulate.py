@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -147,7 +146,7 @@ def time(text: str) -> float:
 def output_path(text: str) -> str:
     """Argument type: a file that can be written; not - for stdout, which has the drawing."""
     path = cli.json_path(text)
-    if text == "-" or (Path(text).exists() and not os.access(text, os.W_OK)):
+    if text == "-" or (os.path.exists(text) and not os.access(text, os.W_OK)):
         raise argparse.ArgumentTypeError(f"got {cli.shortened(text)!r}, expected a file that can be written")
     return path
 
@@ -169,9 +168,12 @@ def _check(args: argparse.Namespace) -> None:
     if args.spans and args.json is None:
         raise InputError.of("--spans", "no --json", "a file to put the spans into", "add --json FILE")
     paths = [path for path in (args.json, args.svg, args.csv, args.trace) if path is not None]
-    doubled = next((path for path in paths if paths.count(path) > 1), None)
+    real = [os.path.realpath(path) for path in paths if path != "-"]
+    if from_file:
+        real.append(os.path.realpath(args.schedule))
+    doubled = next((path for path in real if real.count(path) > 1 and not path.startswith("/dev/")), None)
     if doubled is not None:
-        raise InputError.of("output", doubled, "one file for each output", "choose another name for one")
+        raise InputError.of("output", doubled, "one file for each output and input", "choose another name for one")
 
 
 def _check_sizes_given(args: argparse.Namespace) -> None:
@@ -273,16 +275,18 @@ def _write(args: argparse.Namespace, sim: Simulation, svg: str) -> None:
     """All files that are asked for."""
     cli.write_json(args.json, sim.document(args.spans) if args.json else {})
     if args.svg:
-        Path(args.svg).write_text(svg, encoding="utf-8")
+        cli.write_text("--svg", args.svg, svg)
     if args.csv:
-        Path(args.csv).write_text(csv_file.text(sim.schedule), encoding="utf-8")
+        cli.write_text("--csv", args.csv, csv_file.text(sim.schedule))
     if args.trace:
-        Path(args.trace).write_text(json.dumps(trace.document(sim)), encoding="utf-8")
+        cli.write_text("--trace", args.trace, json.dumps(trace.document(sim)))
 
 
 def _run_all(args: argparse.Namespace) -> int:
     """Every named schedule over the same work."""
-    for flag, value in (("--svg", args.svg), ("--csv", args.csv), ("--trace", args.trace)):
+    start = args.start or None
+    alone = (("--svg", args.svg), ("--csv", args.csv), ("--trace", args.trace), ("--from", start), ("--to", args.end))
+    for flag, value in alone:
         if value is not None:
             raise InputError.of(flag, value, "one schedule", "choose one with --schedule, or leave it out")
     sims: list[Simulation] = []

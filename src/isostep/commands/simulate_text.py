@@ -19,8 +19,9 @@ from ..schedule.weights import ROUNDING
 from ..units import count
 
 CAPTION = """\
-rate %: bubble / makespan. own %: the same, of a rank's own span. peak: the most
-activations that a rank holds. latency: of the slowest microbatch.
+rate %: bubble / makespan. own %: what the longest time from a rank's first start
+to its last end has beyond the busiest rank's work, as a share of that time.
+peak: the most activations that a rank holds. latency: of the slowest microbatch.
 Equal work for all: costs and peak are of whole stages; a schedule with v chunks
 a rank cuts each stage into v chunks of 1/v of its costs."""
 
@@ -39,8 +40,18 @@ def _costs_line(sim: Simulation) -> str:
     if any(costs.transfer):
         parts.append(f"transfer {_range(costs.transfer)}{' (blocking)' if costs.blocking else ''}")
     if costs.recompute is not None:
-        parts.append("recompute")
+        parts.append("recompute" + (f", {percent(costs.recompute)} kept" if costs.recompute else ""))
+    if costs.weight_share != 1 and _trains(sim):
+        parts.append(f"weight share {percent(costs.weight_share)}")
     return ", ".join(parts)
+
+
+def _cadence(sim: Simulation) -> str:
+    """Whether one rank has more to do than the others, so that they wait for it."""
+    busiest = max(sim.busy)
+    if sum(work > busiest * (1 - 1e-9) for work in sim.busy) > 1:
+        return ""
+    return "; its rank sets the cadence" if sim.busy[sim.schedule.rank_of[sim.critical_stage]] == busiest else ""
 
 
 def _trains(sim: Simulation) -> bool:
@@ -66,12 +77,12 @@ def numbers_table(sim: Simulation) -> RenderableType:
         ("makespan", number(sim.makespan), ""),
         ("busy share", percent(sim.busy_share), ""),
         ("bubble, global", number(sim.bubble_global), f"{percent(sim.rate_global)} of the makespan"),
-        ("bubble, own span", number(sim.bubble_own_span), f"rate {percent(sim.rate_own_span)}"),
+        ("bubble, own span", number(sim.bubble_own_span), f"rate {percent(sim.rate_own_span)} of the longest own span"),
         ("peak in flight", peaks(sim.peak_in_flight), "activations of chunks, by rank"),
         *_memory_row(sim),
-        ("latency, median", number(sim.latency.median), "of a microbatch through all of its actions"),
+        ("latency, median", number(sim.latency.median), "of a microbatch, to its backward's end on stage 0"),
         ("latency, worst", number(sim.latency.worst), ""),
-        ("critical stage", str(sim.critical_stage), f"sets the cadence: {share} of the longest chain"),
+        ("critical stage", str(sim.critical_stage), f"{share} of the longest chain{_cadence(sim)}"),
     ):
         form = forms.get(name, "")
         beside = "= closed form" if form == value else form and f"closed form {form}"

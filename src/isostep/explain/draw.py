@@ -51,9 +51,11 @@ def fraction(value: Fraction) -> str:
 
 
 def decimal(value: float | Fraction) -> str:
-    """A whole number, or at most four digits, in at most 7 characters where the size allows."""
+    """A whole number, or four digits or more, in at most 7 characters where the size allows."""
     if value == int(value) and abs(value) < 1e7:
         return str(int(value))
+    if 1e4 <= abs(value) < 1e6:
+        return f"{float(value):.0f}"
     texts = [f"{float(value):.{digits}g}" for digits in (4, 3, 2)]
     return next((text for text in texts if len(text) <= 7), texts[-1])
 

@@ -136,6 +136,7 @@ def numbers(name: str, given: Numbers, count: int, one: str = "chunk") -> tuple[
         if not (math.isfinite(value) and 0 <= value <= MAX_COST):
             raise InputError.of(name, value, f"a number from 0 to {MAX_COST:g}", "choose another")
     if len(values) not in (1, count):
-        expected = f"1 number, or {count}: one for each {'link' if name == 'transfer' else one}"
+        each = "link" if name == "transfer" else one
+        expected = f"1 number, or {count}: one for each {each}" if count > 1 else "1 number"
         raise InputError.of(name, f"{len(values)} numbers", expected, "give as many")
     return tuple(float(value) for value in (values * count if len(values) == 1 else values))

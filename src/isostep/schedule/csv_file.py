@@ -10,13 +10,14 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ..errors import InputError
-from .ir import OPS, Schedule, check_size, encode
+from .ir import MAX_CHUNKS, OPS, Schedule, check_size, encode
 from .validate import first_fault
 
 ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
@@ -42,9 +43,11 @@ def read(path: str | Path) -> Schedule:
     """A schedule from a file, checked. Raises InputError, which names row and column, for the first thing wrong."""
     path = Path(path)
     try:
+        if path.exists() and not path.is_file():
+            raise InputError.of("schedule", str(path), "a file", "choose another")
         if path.stat().st_size > MAX_BYTES:
             raise InputError.of("schedule", str(path), "a file of at most 1 GiB", "choose another")
-        lines = path.read_text(encoding="utf-8")
+        lines = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InputError.of("schedule", str(path), f"a CSV file ({error.strerror})", "choose another") from None
     except UnicodeDecodeError:
@@ -54,7 +57,7 @@ def read(path: str | Path) -> Schedule:
 
 def parse(lines: str, name: str) -> Schedule:
     """A schedule from a file's text; `name` is what an error calls it. Raises InputError as `read` does."""
-    rows = [_Row.of(cells, name, rank) for rank, cells in enumerate(csv.reader(io.StringIO(lines)))]
+    rows = [_Row.of(cells, name, rank) for rank, cells in enumerate(_cells(lines, name))]
     rank_of = _ranks(rows, name)
     chunks = len(rank_of) // len(rows)
     microbatches = 1 + max(microbatch for row in rows for _, _, microbatch in row.actions)
@@ -70,6 +73,19 @@ def parse(lines: str, name: str) -> Schedule:
         place = rows[fault.rank].place(name, fault.rank, fault.position)
         raise InputError.of(place, fault.got, fault.expected, fault.remedy)
     return schedule
+
+
+def _cells(lines: str, name: str) -> list[list[str]]:
+    """The cells of each row, without the empty rows at the end."""
+    try:
+        rows = list(csv.reader(io.StringIO(lines)))
+    except csv.Error as error:
+        raise InputError.of(name, str(error), "rows of short cells such as 2F0", "mend the file") from None
+    while rows and not any(cell.strip() for cell in rows[-1]):
+        rows.pop()
+    if len(rows) > MAX_CHUNKS:
+        raise InputError.of(name, f"{len(rows)} rows", f"at most {MAX_CHUNKS:,}, one per rank", "choose another file")
+    return rows
 
 
 @dataclass(frozen=True)
@@ -127,7 +143,8 @@ def _ranks(rows: list[_Row], name: str) -> tuple[int, ...]:
         raise InputError.of(
             name, f"no action of stage {missing}", f"stages 0 to {max(found)}", "number them without gaps"
         )
-    held = [sum(rank == r for rank in found.values()) for r in range(len(rows))]
+    counted = Counter(found.values())
+    held = [counted[rank] for rank in range(len(rows))]
     if len(set(held)) != 1:
         got = f"{max(held)} stages on row {held.index(max(held)) + 1}, {min(held)} on row {held.index(min(held)) + 1}"
         raise InputError.of(name, got, "as many stages on every rank", "spread them evenly")

@@ -65,10 +65,14 @@ def shown_ranks(stages: int, most: int) -> list[int]:
     return [rank for rank in range(stages) if stages <= most or rank < most // 2 or rank >= stages - most // 2]
 
 
+SHORTEST = 1e-9
+"""The shortest window that is drawn, as a share of the makespan."""
+
+
 def window(sim: Simulation, start: float, end: float | None) -> tuple[float, float]:
     """The part of the time to draw, in the unit of the costs; `end` None or beyond the makespan is the makespan.
 
-    Raises InputError where it is empty, negative, not a number, or begins after the makespan.
+    Raises InputError where it is empty or next to it, negative, not a number, or begins after the makespan.
     """
     if not (start == 0 or 0 < start < sim.makespan):
         raise InputError.of("from", start, f"a time of 0 or more, before {number(sim.makespan)}", "choose another")
@@ -76,7 +80,11 @@ def window(sim: Simulation, start: float, end: float | None) -> tuple[float, flo
         return start, sim.makespan
     if not end > start:
         raise InputError.of("to", end, f"a time after {number(start)}, where the window begins", "choose another")
-    return start, min(end, sim.makespan)
+    end = min(end, sim.makespan)
+    if end - start < sim.makespan * SHORTEST:
+        expected = f"a window of at least {number(sim.makespan * SHORTEST)}"
+        raise InputError.of("to", end, expected, "choose a later time")
+    return start, end
 
 
 def first_spans(sim: Simulation, start: float, end: float, most: int) -> tuple[list[Span], float]:

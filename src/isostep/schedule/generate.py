@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..errors import InputError
+from ..units import count
 from . import generate_v
 from .ir import B, F, I, Schedule, W, check_size, encode, joined, looped, v_shaped
 
@@ -76,11 +77,6 @@ def generate(name: str, stages: int, num_microbatches: int, chunks: int | None =
         orders=tuple(orders),
         overlapped=tuple(overlapped) if any(overlapped) else (),
     )
-
-
-def default_chunks(name: str) -> int:
-    """v of a named schedule where the caller does not say."""
-    return SCHEDULES[name].chunks
 
 
 def order_with_warm_up(schedule: Schedule, forwards: tuple[int, ...]) -> Schedule:
@@ -162,13 +158,13 @@ def _check_rounds(name: str, sizes: Sizes) -> None:
     rounds = max(1, sizes.num_microbatches // sizes.stages)
     if sizes.num_microbatches % rounds:
         below, above = (n - n % sizes.stages for n in (sizes.num_microbatches, sizes.num_microbatches + sizes.stages))
-        expected = f"a multiple of {rounds} for {name} on {sizes.stages} stages"
+        expected = f"a multiple of {rounds} for {name} on {count(sizes.stages, 'stage')}"
         raise InputError.of("microbatches", sizes.num_microbatches, expected, f"choose {below} or {above}")
 
 
 def _check_dualpipe_v(name: str, sizes: Sizes) -> None:
     if sizes.num_microbatches < 2 * sizes.stages:
-        expected = f"at least {2 * sizes.stages} for {name} on {sizes.stages} stages"
+        expected = f"at least {2 * sizes.stages} for {name} on {count(sizes.stages, 'stage')}"
         raise InputError.of("microbatches", sizes.num_microbatches, expected, "choose more, or fewer stages")
 
 

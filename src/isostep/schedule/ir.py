@@ -18,6 +18,8 @@ OPS = "FBIW"
 """Forward; full backward; backward for the inputs; backward for the weights. An op is an index into this text."""
 F, B, I, W = range(4)  # noqa: E741
 MAX_ACTIONS = 50_000_000
+MAX_CHUNKS = 8192
+"""Stage indices, P * v."""
 MAX_OF_RANK = 300_000
 """Actions of one rank; the simulator takes a few microseconds for each turn of all ranks."""
 
@@ -96,6 +98,9 @@ def check_size(stages: int, chunks: int, num_microbatches: int) -> None:
     if actions > MAX_ACTIONS:
         got = f"{stages} stages x {chunks} chunks x {num_microbatches} microbatches"
         raise InputError.of("schedule", got, f"at most {MAX_ACTIONS // 3:,} in all", "choose fewer microbatches")
+    if stages * chunks > MAX_CHUNKS:
+        got = f"{stages} stages x {chunks} chunks"
+        raise InputError.of("schedule", got, f"at most {MAX_CHUNKS:,} chunks in all", "choose fewer")
     if 3 * chunks * num_microbatches > MAX_OF_RANK:
         got = f"{chunks} chunks x {num_microbatches} microbatches"
         raise InputError.of("schedule", got, f"at most {MAX_OF_RANK // 3:,} a rank", "choose fewer microbatches")

@@ -4,7 +4,8 @@ An action waits for the one before it on its rank, and for what it needs: a forw
 before, a backward for the backward of the stage after, the first backward for its own forward, a weight backward for
 its input backward. A forward overlapped with a backward waits for what either needs, and is sent on after both, as
 torch's runtime does it. All ranks advance together, one action each a round, in array operations over the ranks; the
-number of rounds is that of the longest rank plus its waiting, so the time is linear in the number of actions.
+number of rounds is that of the longest rank plus its waiting, so the time is linear in the number of actions where
+ranks are busy most of the time.
 """
 
 from __future__ import annotations
@@ -89,8 +90,11 @@ def replay(schedule: Schedule, costs: Costs) -> Replay:
         ready = end < np.inf
         if holds is None:
             np.copyto(free, end, where=ready)
-        else:
+        elif paired is None:
             np.copyto(free, end + holds[kind], where=ready)
+        else:  # both of a pair are sent after both
+            sent = holds[kind] + holds[kinds[at - 1]] * paired[at - 1]
+            np.copyto(free, end + sent * (1 - paired[at]), where=ready)
         at += ready
         done = int(np.count_nonzero(ready))
         if not done:

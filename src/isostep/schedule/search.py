@@ -1,8 +1,9 @@
 """`auto`: the best order that is found under a memory limit, for costs that may differ from stage to stage.
 
-The named schedules that fit are candidates as they are. Those that split the backward are also tried with their weight
-backwards placed anew, and so are orders of one chunk a rank whose warm-up is as long as the costs ask for, which are
-then improved rank by rank. The best of all is taken, so it is never worse than a named one that fits.
+The named schedules that fit, each with its default number of chunks, are candidates as they are. The orders of 1f1b and
+of those that split the backward are also tried with their weight backwards placed anew, and so are orders of one chunk
+a rank whose warm-up is as long as the costs ask for, which are then improved rank by rank. The best of all is taken, so
+it is never worse than a named one, with its default chunks, that fits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from .weights import ROUNDING, RULES, with_weights
 
 Objective = Literal["makespan", "own-span"]
 MAX_WORK = 1_000_000
-"""Actions placed until the search goes on to no further warm-up: a few seconds."""
+"""Actions placed until the search tries nothing more: a few seconds."""
+MAX_SIZE = 50_000
+"""P * M that is searched."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,9 @@ def auto(
     Raises InputError where no order fits the limit, or as `Costs.of_stages` does.
     """
     check_size(stages, 2, num_microbatches)
+    if stages * num_microbatches > MAX_SIZE:
+        got = f"{stages} stages x {num_microbatches} microbatches"
+        raise InputError.of("auto", got, f"at most {MAX_SIZE:,} in all", "choose a named schedule, or search a part")
     search = _Search(memory_limit, objective, costs, progress)
     bases = []
     for name in NAMES:
@@ -65,11 +71,12 @@ def auto(
         if name not in ("gpipe", "looped-bfs", "interleaved-1f1b"):
             bases.append((schedule, f"{name}, weights placed"))
     for schedule, origin in bases:
-        search.place(schedule, origin)
+        if search.work < MAX_WORK:
+            search.place(schedule, origin)
     search.warm_up(stages, num_microbatches)
     if search.best is None:
         least = f"{search.least_memory:g} at least"
-        remedy = "raise the limit, recompute activations, or take more stages"
+        remedy = "raise the limit, or recompute activations"
         raise InputError.of("memory-limit", memory_limit, least, remedy)
     return Found(search.best, search.origin, search.tried)
 

@@ -152,15 +152,18 @@ class Simulation:
         found: list[Transfer] = []
         if not any(self.costs.transfer):
             return found
-        for span in self.spans(start - max(self.costs.transfer, default=0.0), end):
+        longest_before = max(self.costs.transfer) + (max(self.times.durations) if self.schedule.overlapped else 0.0)
+        for span in self.spans(start - longest_before, end):
             forward = span.op == OPS[F]
             to = span.stage + (1 if forward else -1)
             if span.op == OPS[W] or not 0 <= to <= last or ranks[to] == span.rank:
                 continue
             cost = self.costs.transfer[min(to, span.stage)]
-            if cost and span.end < end and span.end + cost > start:
-                op, arrived = OPS[F] if forward else OPS[B], span.end + cost
-                found.append(Transfer(span.rank, ranks[to], span.stage, span.microbatch_index, op, span.end, arrived))
+            event = ((0 if forward else last + 1) + span.stage) * self.schedule.num_microbatches + span.microbatch_index
+            sent = float(self.times.times[event])  # after the action, or after both of an overlapped pair
+            if cost and sent < end and sent + cost > start:
+                op, arrived = OPS[F] if forward else OPS[B], sent + cost
+                found.append(Transfer(span.rank, ranks[to], span.stage, span.microbatch_index, op, sent, arrived))
         return found
 
     @cached_property
@@ -233,12 +236,11 @@ class Simulation:
         place = int(times.first[rank + 1]) - 2
         while place >= 0:
             yield rank, place
-            if place > times.first[rank] and (self._ready(place) < times.starts[place] or self._follows(place)):
+            later = place + 1 if self._is_paired(place) and self._ready(place + 1) > self._ready(place) else place
+            if place > times.first[rank] and (self._ready(later) < times.starts[place] or self._follows(place)):
                 place -= 1
                 continue
-            if self._is_paired(place) and self._ready(place + 1) > self._ready(place):
-                place += 1
-            place = int(times.place_of[times.needs[place]])
+            place = int(times.place_of[times.needs[later]])
             place += self._is_paired(place)
             rank = int(np.searchsorted(times.first, place, side="right")) - 1
 

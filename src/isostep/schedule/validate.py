@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -40,17 +41,19 @@ def first_fault(schedule: Schedule, memory_limit: int | None = None) -> Fault | 
     (torch pairs losses by it); and at most `memory_limit` chunk activations held.
     """
     trains = any((order >= schedule.num_chunks * schedule.num_microbatches).any() for order in schedule.orders)
+    stages_of: list[list[int]] = [[] for _ in range(schedule.stages)]
+    for stage, rank in enumerate(schedule.rank_of):
+        stages_of[rank].append(stage)
     for rank in range(schedule.stages):
-        fault = _fault_of_rank(schedule, rank, trains) or _too_much_held(schedule, rank, memory_limit)
+        fault = _fault_of_rank(schedule, rank, stages_of[rank], trains) or _too_much_held(schedule, rank, memory_limit)
         if fault is not None:
             return fault
     return None
 
 
-def _fault_of_rank(schedule: Schedule, rank: int, trains: bool) -> Fault | None:
+def _fault_of_rank(schedule: Schedule, rank: int, expected_stages: Sequence[int], trains: bool) -> Fault | None:
     order = schedule.orders[rank]
     ops, stages, microbatches = schedule.split(order)
-    expected_stages = [s for s, r in enumerate(schedule.rank_of) if r == rank]
     foreign = ~np.isin(stages, expected_stages)
     if foreign.any():
         place = int(np.argmax(foreign))
@@ -59,7 +62,7 @@ def _fault_of_rank(schedule: Schedule, rank: int, trains: bool) -> Fault | None:
     places = {int(code): place for place, code in reversed(list(enumerate(order.tolist())))}
     for place, code in enumerate(order.tolist()):
         if places[code] != place:
-            return _fault(schedule, rank, place, f"each action once (also at {places[code]})", "remove one of them")
+            return _fault(schedule, rank, place, "each action once", "remove one of them")
     found = []
     for stage in expected_stages:
         for microbatch in range(schedule.num_microbatches):

@@ -1,7 +1,8 @@
 """Where to put the weight backwards of a schedule: into its gaps, and where memory asks for one.
 
 Given an order of forwards and input backwards on every rank, each runs as early as it can; before it, weight backwards
-of the same rank fill the wait, after Qi et al. 2024, section 3.1 (heuristic algorithm).
+of the same rank fill the wait, after Qi et al. 2024, section 3.1 (heuristic algorithm). Transfers are taken as not
+blocking: where they are, the orders are the same and only less good.
 """
 
 from __future__ import annotations
@@ -73,8 +74,9 @@ class _Placing:
     ranks: list[_Rank]
 
     def __post_init__(self) -> None:
-        size = (self.schedule.num_chunks, self.schedule.num_microbatches)
-        self.done = {op: np.full(size, np.inf).tolist() for op in (F, I)}
+        self.done: dict[tuple[int, int, int], float] = {}
+        """When each action has ended."""
+        self.most_idle = 0.0
         self.durations = self.costs.durations()
         takes, frees = self.costs.memory_changes(trains=True)
         self.takes, self.frees = takes.tolist(), frees.tolist()
@@ -82,18 +84,25 @@ class _Placing:
 
     def run(self) -> bool:
         """Places everything; False where nothing can go on."""
-        left = sum(len(rank.order) for rank in self.ranks)
-        while left:
-            before = left
-            for index, rank in enumerate(self.ranks):
-                while rank.position < len(rank.order) and (arrival := self._arrival(index, rank)) < np.inf:
-                    if not self._make_room(rank, arrival):
-                        return False
-                    self._run_next(rank, arrival)
-                    left -= 1
-            if left == before:
-                return False
+        able = deque(range(len(self.ranks)))
+        waiting: dict[tuple[int, int, int], int] = {}
+        while able:
+            index = able.popleft()
+            rank = self.ranks[index]
+            while rank.position < len(rank.order):
+                need, delay = self._need(index, rank)
+                if need is not None and need not in self.done:
+                    waiting[need] = index
+                    break
+                arrival = 0.0 if need is None else self.done[need] + delay
+                if not self._make_room(rank, arrival):
+                    return False
+                self._run_next(rank, arrival)
+                if (freed := waiting.pop(rank.order[rank.position - 1], None)) is not None:
+                    able.append(freed)
         for rank in self.ranks:
+            if rank.position < len(rank.order):
+                return False
             while rank.pending:
                 self._run_weight(rank)
         return True
@@ -107,20 +116,19 @@ class _Placing:
             orders.append(encode(0, 0, (ops * chunks + stages) * microbatches + indices, chunks, microbatches))
         return replace(self.schedule, orders=tuple(orders), overlapped=())
 
-    def _arrival(self, index: int, rank: _Rank) -> float:
-        """When what the next action needs is there; inf where that is not known yet."""
+    def _need(self, index: int, rank: _Rank) -> tuple[tuple[int, int, int] | None, float]:
+        """The action that the next one of a rank waits for, None for none, and the transfer from it."""
         op, stage, microbatch = rank.order[rank.position]
         ranks, last = self.schedule.rank_of, self.schedule.num_chunks - 1
         if op == F:
             if stage == 0:
-                return 0.0
+                return None, 0.0
             before, link = stage - 1, stage - 1
         elif stage == last:
-            return self.done[F][stage][microbatch]
+            return (F, stage, microbatch), 0.0
         else:
             before, link = stage + 1, stage
-        delay = self.costs.transfer[link] if ranks[before] != index else 0.0
-        return self.done[op][before][microbatch] + delay
+        return (op, before, microbatch), self.costs.transfer[link] if ranks[before] != index else 0.0
 
     def _make_room(self, rank: _Rank, arrival: float) -> bool:
         """Runs the weight backwards that come before the next action. False where memory does not suffice."""
@@ -133,10 +141,9 @@ class _Placing:
         while rank.pending and (drains or rank.free + self._next_weight(rank) <= arrival):
             self._run_weight(rank)
         gap = arrival - rank.free
-        if rank.pending and gap > 0:
-            most_idle = max(other.idle for other in self.ranks)
-            if self.rule.fill_short_gaps or gap > most_idle - rank.idle:
-                self._run_weight(rank)
+        worst = self.rule.fill_short_gaps or gap > self.most_idle - rank.idle
+        if rank.pending and gap > 0 and worst:
+            self._run_weight(rank)
         return True
 
     def _run_next(self, rank: _Rank, arrival: float) -> None:
@@ -144,10 +151,11 @@ class _Placing:
         start = max(rank.free, arrival)
         if rank.position:
             rank.idle += start - rank.free
+            self.most_idle = max(self.most_idle, rank.idle)
         rank.free = start + self.durations[op][stage]
         rank.held += self.takes[op][stage] - self.frees[op][stage]
         rank.position += 1
-        self.done[op][stage][microbatch] = rank.free
+        self.done[op, stage, microbatch] = rank.free
         rank.placed.append((op, stage, microbatch))
         if op == I:
             rank.pending.append((stage, microbatch))
