@@ -357,7 +357,9 @@ GOOD = "0F0,0F1,,0B0,0B1\n1F0,1B0,1F1,1B1\n"
         ("", "an empty file"),
         ("0F0,0B0\n,,\n1F0,1B0\n", "row 2: got 'no action'"),
         ("0F0," + "x" * 200_000, "field limit"),
-        ("0F0,0F999999999,0B0\n", "at most"),
+        ("0F0,0F999999999,0B0\n", "row 1, column 2: got '0F999999999', expected microbatches 0 to 0"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F2,1B1\n", "row 2, column 3: got '1F2', expected microbatches 0 to 1"),
+        ("\n".join(f"{s}F{m}" for s in (0,) for m in (200_000,)), "at most"),
     ],
 )
 def test_a_bad_cell_is_named(text: str, named: str | None) -> None:

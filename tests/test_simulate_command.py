@@ -338,6 +338,27 @@ def test_readme_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> Non
     assert [line.rstrip() for line in out.splitlines()] == shown.splitlines()
 
 
+def test_whole_stages_are_the_numbers_of_all(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "all.json"
+    costs = ["--forward", "1,2,1,3", "--transfer", "0.5", "--memory-limit", "4"]
+    assert run(capsys, "--schedule", "all", *SIZES, *costs, "--json", str(file))[0] == 0
+    documents = {document["schedule"]: document for document in json.loads(file.read_text())["schedules"]}
+    for name in ("zb-v", "interleaved-1f1b", "1f1b"):
+        one = tmp_path / "one.json"
+        run(capsys, "--schedule", name, *SIZES, *costs, "--whole-stages", "--json", str(one))
+        assert json.loads(one.read_text()) == documents[name]
+    code, out, _ = run(capsys, "--schedule", "zb-v", *SIZES)
+    assert (code, "of one chunk:" in out) == (0, True)
+
+
+def test_the_cut_by_cost_under_other_schedules(capsys: pytest.CaptureFixture[str]) -> None:
+    layers = str(Path(__file__).parents[1] / "examples" / "layers.json")
+    _, out, _ = run(capsys, "--layers", layers, *SIZES)
+    command = "".join(out.split("under another schedule:\n")[1].split("\n\n")[0].splitlines())
+    assert command.startswith("isostep simulate --schedule all")
+    assert run(capsys, *command.split()[2:])[0] == 0
+
+
 def test_layers_by_cost(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     layers = str(Path(__file__).parents[1] / "examples" / "layers.json")
     file = tmp_path / "cut.json"

@@ -47,7 +47,7 @@ Schedules: {", ".join(NAMES[:5])},
 {", ".join(NAMES[5:])}; `all` compares them; `auto` searches for the best one
 that fits; a file of torch.distributed.pipelining ends in .csv.
 Costs are times in any unit, of one model chunk each: one number for all, or one per chunk in model order.
-With `all` and `auto` they are of whole stages: v chunks a rank cut each stage into v equal parts.
+With `all`, `auto` and --whole-stages they are of whole stages: v chunks a rank cut each stage into v equal parts.
 Exit code 0: fine. 1: the schedule holds more than --memory-limit (with `all`: every schedule does).
 """
 
@@ -89,6 +89,10 @@ def _configure_costs(group: Any) -> None:
     add("--input-grad", "B", "time of a backward for the inputs (default 1)")
     add("--weight-grad", "W", "time of a backward for the weights (default 1); a full backward takes B + W")
     add("--transfer", "C", "time from a chunk to the next on another rank (default 0); one, or one per link")
+    group.add_argument(
+        "--whole-stages", action="store_true",
+        help="costs and --memory-limit are of whole stages, as with all and auto: 1 or P numbers, not 1 or P x V",
+    )  # fmt: skip
     group.add_argument("--blocking", action="store_true", help="the sender is busy during its transfers too")
     group.add_argument(
         "--recompute", nargs="?", const=0.0, type=share, metavar="KEPT",
@@ -221,7 +225,8 @@ def _simulated(args: argparse.Namespace) -> Simulation:
         schedule = generate(args.schedule, args.stages, args.microbatches, args.chunks)
     schedule = schedule.forward_only() if args.forward_only else schedule
     _check_listed(args, schedule.size)
-    return simulate(schedule, Costs.of(schedule, **_costs(args)))
+    costs = Costs.of_stages if args.whole_stages else Costs.of
+    return simulate(schedule, costs(schedule, **_costs(args)))
 
 
 def _searched(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[Simulation, str]:

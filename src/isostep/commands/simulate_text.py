@@ -23,7 +23,9 @@ rate %: bubble / makespan. own %: what the longest time from a rank's first star
 to its last end has beyond the busiest rank's work, as a share of that time.
 peak: the most activations that a rank holds. latency: of the slowest microbatch.
 Equal work for all: costs and peak are of whole stages; a schedule with v chunks
-a rank cuts each stage into v chunks of 1/v of its costs."""
+a rank cuts each stage into v chunks of 1/v of its costs. To see one of them by
+itself: --schedule NAME --whole-stages. dualpipe-v: overlapped pairs are timed as
+one after the other, so what overlapping gains is not in it."""
 
 
 def heading_line(sim: Simulation) -> Text:
@@ -43,12 +45,21 @@ def _costs_line(sim: Simulation) -> str:
         parts.append("recompute" + (f", {percent(costs.recompute)} kept" if costs.recompute else ""))
     if costs.weight_share != 1 and _trains(sim):
         parts.append(f"weight share {percent(costs.weight_share)}")
-    return ", ".join(parts)
+    text = ", ".join(parts)
+    return text if sim.schedule.chunks == 1 or set(costs.activation) != {1.0} else f"of one chunk: {text}"
+
+
+def _stage(sim: Simulation, stage: int) -> str:
+    """A stage index, with its rank where that is another number."""
+    schedule = sim.schedule
+    return str(stage) if schedule.chunks == 1 else f"chunk {stage} (rank {schedule.rank_of[stage]})"
 
 
 def _cadence(sim: Simulation) -> str:
     """Whether one rank has more to do than the others, so that they wait for it."""
     busiest = max(sim.busy)
+    if min(sim.busy) > busiest * (1 - 1e-9):
+        return "; all ranks have equal work"
     if sum(work > busiest * (1 - 1e-9) for work in sim.busy) > 1:
         return ""
     return "; its rank sets the cadence" if sim.busy[sim.schedule.rank_of[sim.critical_stage]] == busiest else ""
@@ -82,7 +93,7 @@ def numbers_table(sim: Simulation) -> RenderableType:
         *_memory_row(sim),
         ("latency, median", number(sim.latency.median), "of a microbatch, to its backward's end on stage 0"),
         ("latency, worst", number(sim.latency.worst), ""),
-        ("critical stage", str(sim.critical_stage), f"{share} of the longest chain{_cadence(sim)}"),
+        ("critical stage", _stage(sim, sim.critical_stage), f"{share} of the longest chain{_cadence(sim)}"),
     ):
         form = forms.get(name, "")
         beside = "= closed form" if form == value else form and f"closed form {form}"
@@ -168,7 +179,9 @@ def comparison(sims: Sequence[Simulation], left_out: Sequence[tuple[str, str]], 
     if sims:
         first = sims[0].schedule
         sizes = f"{count(first.stages, 'stage')}, {count(first.num_microbatches, 'microbatch')}"
-        parts = [Text.assemble(("all schedules", "bold"), f": {sizes}"), "", table, "", Text(CAPTION, QUIET)]
+        whole = next(sim for sim in sims if sim.schedule.chunks == 1)
+        parts = [Text.assemble(("all schedules", "bold"), f": {sizes}"), Text(_costs_line(whole), QUIET), ""]
+        parts += [table, "", Text(CAPTION, QUIET)]
         if limit is not None:
             parts.append(Text(f"fits: holds at most {number(limit)}, the memory limit", QUIET))
     if left_out:

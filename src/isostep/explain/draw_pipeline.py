@@ -77,7 +77,7 @@ def _charts(model: Pipeline) -> list[RenderableType]:
     """Both schedules drawn in time, where that is readable; stage s is on rank s."""
     p, m = model.stages, model.num_microbatches
     if p > MAX_CHART_ROWS or model.training[0].ticks > MAX_CHART_TICKS:
-        return [Text(f"drawn by `isostep simulate --schedule 1f1b --stages {p} --microbatches {m}`", QUIET), ""]
+        return [Text(f"to draw it: isostep simulate --schedule 1f1b --stages {p} --microbatches {m}", QUIET), ""]
     charts: list[RenderableType] = []
     for training in model.training:
         sim = training_simulation(training.schedule, p, m)

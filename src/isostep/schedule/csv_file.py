@@ -60,6 +60,7 @@ def parse(lines: str, name: str) -> Schedule:
     rows = [_Row.of(cells, name, rank) for rank, cells in enumerate(_cells(lines, name))]
     rank_of = _ranks(rows, name)
     chunks = len(rank_of) // len(rows)
+    _check_microbatches(rows, len(rank_of), name)
     microbatches = 1 + max(microbatch for row in rows for _, _, microbatch in row.actions)
     check_size(len(rows), chunks, microbatches)
     orders = []
@@ -125,6 +126,25 @@ class _Row:
         if position >= len(self.columns):
             return f"{name}, row {rank + 1}, at its end"
         return f"{name}, row {rank + 1}, column {self.columns[position]}"
+
+
+def _check_microbatches(rows: list[_Row], num_stages: int, name: str) -> None:
+    """Raises InputError at the first cell of a microbatch beyond those that every stage has: most likely a slip."""
+    stages_of: dict[int, set[int]] = {}
+    for row in rows:
+        for stage, _, microbatch in row.actions:
+            stages_of.setdefault(microbatch, set()).add(stage)
+    common = 0
+    while len(stages_of.get(common, ())) == num_stages:
+        common += 1
+    if len(stages_of) == common or not common:
+        return
+    for rank, row in enumerate(rows):
+        for position, (stage, op, microbatch) in enumerate(row.actions):
+            if microbatch > common or (microbatch == common and 2 * len(stages_of[common]) <= num_stages):
+                expected = f"microbatches 0 to {common - 1}, those that every stage has"
+                remedy = "mend its number, or add this microbatch to the other stages"
+                raise InputError.of(row.place(name, rank, position), f"{stage}{op}{microbatch}", expected, remedy)
 
 
 def _ranks(rows: list[_Row], name: str) -> tuple[int, ...]:

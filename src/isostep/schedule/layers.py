@@ -3,7 +3,8 @@
 The file is JSON, its layers in model order:
 {"schema": 1, "source": "where the numbers come from", "layers": [{"name": "embedding", "forward": 1.5,
 "input_grad": 1.5, "weight_grad": 1.5, "state_bytes": 4e9, "activation_bytes": 1e9}, ...]}
-Costs are of one microbatch, in any one unit of time or work; a gradient that is left out costs as much as forward.
+Costs are of one microbatch, in any one unit of time or work; a gradient that is left out costs as much as forward, and
+so may `source` be left out.
 `state_bytes` (weights, gradients, optimizer) and `activation_bytes` (of one microbatch) are in all layers or in none.
 """
 
@@ -200,11 +201,11 @@ def read_layers(path: str) -> ModelLayers:
     Raises InputError for a file that cannot be read, and for any fault in it, with its place: layers[3].forward.
     """
     document = _parsed(path)
-    _check_keys("file", document, ("schema", "source", "layers"))
+    _check_keys("file", document, ("schema", "layers"), ("source",))
     if document["schema"] != 1 or isinstance(document["schema"], bool):
         raise InputError.of("schema", _got(document["schema"]), "1", "write the file as schema 1 describes it")
-    source, items = document["source"], document["layers"]
-    source = _text("source", source, LONGEST_SOURCE, "say where the numbers come from")
+    items = document["layers"]
+    source = _text("source", document.get("source", "not said"), LONGEST_SOURCE, "say where the numbers come from")
     if not isinstance(items, list) or not 1 <= len(items) <= MOST_LAYERS:
         got = f"{len(items)} layers" if isinstance(items, list) else _got(items)
         raise InputError.of("layers", got, f"a list of 1 to {MOST_LAYERS} layers", "change it")
@@ -242,7 +243,7 @@ def _parsed(path: str) -> dict[str, Any]:
     except ValueError as error:
         raise InputError.of(name, path, f"JSON ({error})", "correct it") from None
     if not isinstance(document, dict):
-        raise InputError.of("file", _got(document), "an object with schema, source and layers", "write it so")
+        raise InputError.of("file", _got(document), 'an object {"schema": 1, "layers": [...]}', "write it so")
     return document
 
 
@@ -274,7 +275,8 @@ def _check_keys(place: str, item: dict[str, Any], needed: Sequence[str], allowed
     for key in needed:
         if key not in item:
             where = key if place == "file" else f"{place}.{key}"
-            raise InputError.of(where, "nothing", f"a value: {' and '.join(needed)} are needed", f"add {key}")
+            value = '"schema": 1' if key == "schema" else key
+            raise InputError.of(where, "nothing", f"a value: {' and '.join(needed)} are needed", f"add {value}")
     for key in item:
         if key not in needed and key not in allowed:
             known = ", ".join((*needed, *allowed))

@@ -9,7 +9,7 @@ from rich.text import Text
 from ..explain.draw import QUIET, WRONG, Picture, decimal, number
 from ..units import count
 from .drawing import percent
-from .layers import LayerCut, LayerStage, TimedCut
+from .layers import COSTS, LayerCut, LayerStage, TimedCut
 
 LABEL, NAMES, COUNT, BAR, COST, MEMORY = 9, 36, 5, 12, 8, 9
 MAX_STAGES = 16
@@ -38,8 +38,22 @@ def draw_layers(cut: LayerCut) -> RenderableType:
         "",
         *_comparison(cut),
         "",
+        "The cut by cost under another schedule:",
+        Text(_command(cut), QUIET, no_wrap=True, overflow="ignore"),
+        "",
         Text("Costs in the unit of the file. Not shown: transfers, recomputed activations.", QUIET),
     )
+
+
+def _command(cut: LayerCut) -> str:
+    """The command that simulates the stages of the cut."""
+    stages = cut.by_cost.stages
+    lists = [
+        f"--{name.replace('_', '-')} {','.join(format(getattr(stage, name), '.6g') for stage in stages)}"
+        for name in COSTS
+    ]
+    sizes = f"--stages {len(stages)} --microbatches {cut.num_microbatches}"
+    return f"isostep simulate --schedule all {sizes} {' '.join(lists)}"
 
 
 def size_of(size: float) -> str:

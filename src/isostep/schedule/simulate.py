@@ -93,8 +93,8 @@ class Simulation:
 
     @cached_property
     def bubble_own_span(self) -> float:
-        """The most that a rank is idle between its own first start and last end."""
-        return max(0.0, max(span - work for span, work in zip(self.own_spans, self.busy, strict=True)))
+        """The longest own span - work of the busiest rank. With equal work it is a rank's own idle time."""
+        return max(0.0, max(self.own_spans) - max(self.busy))
 
     @property
     def rate_global(self) -> float:
@@ -103,9 +103,9 @@ class Simulation:
 
     @cached_property
     def rate_own_span(self) -> float:
-        """The longest own span - the work of the busiest rank, as a share of that span (Qi et al. 2024)."""
+        """Own-span bubble / the longest own span (Qi et al. 2024)."""
         longest = max(self.own_spans)
-        return max(0.0, longest - max(self.busy)) / longest if longest else 0.0
+        return self.bubble_own_span / longest if longest else 0.0
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
