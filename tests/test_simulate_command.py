@@ -354,7 +354,7 @@ def test_whole_stages_are_the_numbers_of_all(capsys: pytest.CaptureFixture[str],
 def test_the_cut_by_cost_under_other_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     layers = str(Path(__file__).parents[1] / "examples" / "layers.json")
     _, out, _ = run(capsys, "--layers", layers, *SIZES)
-    command = "".join(out.split("under another schedule:\n")[1].split("\n\n")[0].splitlines())
+    command = out.split("under other schedules:\n")[1].split("\n\n")[0].replace("\\\n", " ")
     assert command.startswith("isostep simulate --schedule all")
     assert run(capsys, *command.split()[2:])[0] == 0
 

@@ -38,22 +38,21 @@ def draw_layers(cut: LayerCut) -> RenderableType:
         "",
         *_comparison(cut),
         "",
-        "The cut by cost under another schedule:",
-        Text(_command(cut), QUIET, no_wrap=True, overflow="ignore"),
-        "",
+        *_command(cut),
         Text("Costs in the unit of the file. Not shown: transfers, recomputed activations.", QUIET),
     )
 
 
-def _command(cut: LayerCut) -> str:
-    """The command that simulates the stages of the cut."""
+def _command(cut: LayerCut) -> list[RenderableType]:
+    """The command that simulates the stages of the cut, where their costs fit on lines."""
     stages = cut.by_cost.stages
-    lists = [
-        f"--{name.replace('_', '-')} {','.join(format(getattr(stage, name), '.6g') for stage in stages)}"
-        for name in COSTS
-    ]
-    sizes = f"--stages {len(stages)} --microbatches {cut.num_microbatches}"
-    return f"isostep simulate --schedule all {sizes} {' '.join(lists)}"
+    lines = [f"isostep simulate --schedule all --stages {len(stages)} --microbatches {cut.num_microbatches}"]
+    for name in COSTS:
+        costs = ",".join(format(getattr(stage, name), ".6g") for stage in stages)
+        lines.append(f"  --{name.replace('_', '-')} {costs}")
+    if max(map(len, lines)) > 78:
+        return ["The costs of the stages, for other schedules, are in what --json writes.", ""]
+    return ["The cut by cost under other schedules:", Text(" \\\n".join(lines), QUIET), ""]
 
 
 def size_of(size: float) -> str:
