@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .data.collate import pad_batch
     from .data.groups import groups, ready_groups
+    from .distributed.stages import StagedModel
     from .errors import (
         AbandonedError,
         CoverageError,
@@ -41,6 +42,7 @@ _HOME = {
     "OutOfMemoryError": "errors",
     "PeerError": "errors",
     "PeerLostError": "errors",
+    "StagedModel": "distributed.stages",
     "Term": "objective",
     "UpdateResult": "result",
     "Updater": "updater",
@@ -64,6 +66,7 @@ __all__ = [
     "OutOfMemoryError",
     "PeerError",
     "PeerLostError",
+    "StagedModel",
     "Term",
     "UpdateResult",
     "Updater",

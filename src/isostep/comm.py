@@ -20,10 +20,23 @@ class Pending(Protocol):
 
 
 class Comm(Protocol):
-    """The replicas of one update. Every replica makes the same calls in the same order."""
+    """The replicas of one update. Every rank makes the same calls in the same order.
+
+    rank, size: of this process among all that take part; a replica that is cut into stages has several.
+    counts, scores: whether this rank speaks for its replica's counts and examples, and for its loss sums; one rank of
+        each replica does.
+    """
 
     replica: int
     replicas: int
+    rank: int
+    size: int
+    counts: bool
+    scores: bool
+
+    def name(self, rank: int) -> str:
+        """What an error calls a rank."""
+        ...
 
     def sum(self, phase: str, host: Sequence[float], device: Tensor | None = None) -> Pending:
         """Start one small all-reduce of host numbers and of a float64 device vector, added up in float64.
@@ -41,8 +54,16 @@ class Comm(Protocol):
         """
         ...
 
+    def everywhere(self, squares: Sequence[float | None]) -> list[float]:
+        """Per parameter its squared norm, wherever in the replica the parameter is; 0 where it has no gradient."""
+        ...
+
+    def agreed(self, fine: bool) -> bool:
+        """Whether all ranks of this replica say so."""
+        ...
+
     def gather(self, value: Any) -> list[Any]:
-        """A picklable value of every replica, in replica order. For error reports, not for the fast path."""
+        """A picklable value of every rank, in order of ranks. For error reports, not for the fast path."""
         ...
 
     def end(self, reason: str = "") -> None:
@@ -73,8 +94,18 @@ class _Known:
 class Solo:
     """One replica: its own sums are the group's."""
 
-    replica = 0
-    replicas = 1
+    replica = rank = 0
+    replicas = size = 1
+    counts = scores = True
+
+    def name(self, rank: int) -> str:
+        return f"replica {rank}"
+
+    def everywhere(self, squares: Sequence[float | None]) -> list[float]:
+        return [square or 0.0 for square in squares]
+
+    def agreed(self, fine: bool) -> bool:
+        return fine
 
     def sum(self, phase: str, host: Sequence[float], device: Tensor | None = None) -> Pending:
         return _Known(host, device)

@@ -16,7 +16,7 @@ from .gradients import GradientSums
 from .ledger import Counts
 from .loss_scale import LossScale
 from .memory import is_out_of_memory
-from .objective import Batch, Forward, Objective
+from .objective import Batch, Forward, Objective, Outputs
 from .stopping import StopRequest
 from .units import Coverage
 
@@ -72,6 +72,31 @@ class Work(Protocol):
         ...
 
 
+class Stages(Protocol):
+    """A model that is cut into stages on several ranks, of which this process is one."""
+
+    def run(
+        self,
+        batches: Sequence[Batch],
+        before_forward: Callable[[int], None],
+        precision: Callable[[], AbstractContextManager[Any]],
+        loss: Callable[[Outputs, Batch], Tensor],
+        after_backward: Callable[[], None],
+    ) -> None:
+        """Forward and backward of this replica's microbatches, in the order of the schedule.
+
+        Each is called where it is needed: before_forward(index) before a chunk's forward, which is inside precision(),
+        loss(outputs, batch) behind the last chunk's forward, in microbatch order, after_backward() after a backward.
+        """
+        ...
+
+    def evaluated(
+        self, batches: Sequence[Batch], precision: Callable[[], AbstractContextManager[Any]]
+    ) -> list[Outputs]:
+        """Forwards alone: what the last chunk gives for each batch, on the rank that has it; else None for each."""
+        ...
+
+
 @dataclass
 class Engine:
     """Everything that an update works on. One per model; every replica holds the same values.
@@ -95,6 +120,7 @@ class Engine:
     examples_that_fit: int | None = None
     stop: StopRequest = field(default_factory=StopRequest)
     intact: bool = True
+    stages: Stages | None = None
 
     def precision(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeAlias
 
 import torch
@@ -16,12 +17,14 @@ from .engine import Attempt, Counted, Engine, Microbatch
 from .errors import AbandonedError, InputError
 from .ledger import Counts
 from .memory import half, is_out_of_memory
-from .objective import to_device
+from .objective import Batch, Outputs, to_device
 from .randomness import preserved
 from .result import objective_value, term_means
 from .units import all_equal, derive_key, marks
-from .verdicts import evaluation_abandoned, raise_shared
+from .verdicts import evaluation_abandoned, final, raise_shared
 
+AT_A_TIME = 16
+"""Microbatches that are evaluated together through stages."""
 Share: TypeAlias = Callable[[int], Iterable[Microbatch]]
 
 
@@ -82,7 +85,7 @@ def _attempted(
     (failed, oom, abandon, mark, mark_squared, *values), group_sums = engine.comm.sum("evaluate", host, sums).wait()
     if failed:
         raise_shared(engine.comm, error if failed_here else None, "evaluation")
-    if not all_equal(mark, mark_squared, engine.comm.replicas):
+    if not all_equal(mark, mark_squared, engine.comm.size):
         raise InputError.of(
             "evaluation data", "other examples, microbatches or model here", "the same on every replica",
             "give all the same data, examples_per_microbatch and model",
@@ -104,18 +107,38 @@ def _run(
     terms = engine.objective.terms
     totals = [0.0] * (len(terms) + 5)
     sums = torch.zeros(len(terms), dtype=torch.float64, device=engine.device)
-    with attempt.recording(), evaluating(model), preserved(engine.device), torch.no_grad():
+    recording = attempt.recording() if engine.stages is None else nullcontext()  # stages cannot wait with an error
+    with recording, evaluating(model), preserved(engine.device), torch.no_grad():
+        for microbatch, batch, outputs in _forwards(engine, model, microbatches):
+            if engine.comm.scores:
+                sums += torch.stack([term.sum_of(outputs, batch).to(torch.float64) for term in terms])
+            if engine.comm.counts:
+                row = [1, microbatch.examples, *total_counts(engine.objective, [microbatch])]
+                totals = [total + value for total, value in zip(totals, row, strict=True)]
+            del batch, outputs  # the next forward must not find them in memory
+    return attempt.error, totals, sums
+
+
+def _forwards(
+    engine: Engine, model: nn.Module, microbatches: Iterable[Microbatch]
+) -> Iterator[tuple[Microbatch, Batch, Outputs]]:
+    """Each microbatch with its outputs; through stages several at a time, so that they do not wait for each other."""
+    if engine.stages is None:
         for microbatch in microbatches:
             if engine.stop.overdue:
                 raise evaluation_abandoned()
             batch = to_device(microbatch.batch, engine.device)
             with engine.precision():
                 outputs = engine.forward(model, batch)
-            sums += torch.stack([term.sum_of(outputs, batch).to(torch.float64) for term in terms])
-            row = [1, microbatch.examples, *total_counts(engine.objective, [microbatch])]
-            totals = [total + value for total, value in zip(totals, row, strict=True)]
-            del batch, outputs  # the next forward must not find them in memory
-    return attempt.error, totals, sums
+            yield microbatch, batch, outputs
+            del batch, outputs
+        return
+    source = iter(microbatches)
+    while several := list(islice(source, AT_A_TIME)):
+        batches = [to_device(microbatch.batch, engine.device) for microbatch in several]
+        with final(engine):  # ranks of one replica wait for each other
+            outputs = engine.stages.evaluated(batches, engine.precision)
+        yield from zip(several, batches, outputs, strict=True)
 
 
 @contextmanager

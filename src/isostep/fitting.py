@@ -179,7 +179,7 @@ def _agree(engine: Engine, error: Exception | None, ids: list[int], size: int, *
     (num_failed, num_no_room, mark, mark_squared), _ = engine.comm.sum("fit", [failed, no_room, *marks(key)]).wait()
     if num_failed:
         raise_shared(engine.comm, error if failed else None, "search for the largest microbatch")
-    if not all_equal(mark, mark_squared, engine.comm.replicas):
+    if not all_equal(mark, mark_squared, engine.comm.size):
         raise InputError.of(
             "longest examples", "others here", "the same on every replica", "give all the same data and at_most"
         )

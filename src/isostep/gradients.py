@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 class GradientSums:
     """One gradient sum per parameter, in model order; None where nothing reached the parameter.
 
+    A parameter that another rank of the replica holds stands here on the meta device, and never has a gradient.
     A parameter of float32 or wider is summed by autograd in `p.grad`. A parameter of float16 or bfloat16 is summed
     in float32 beside the model and rounded once, when the optimizer gets it: in bfloat16, adding 1e-3 to 1 leaves 1.
     """
@@ -30,7 +31,7 @@ class GradientSums:
         """Start a group from nothing; gradients that were left on the parameters are dropped."""
         self.clear()
         for i, p in enumerate(self.parameters):
-            if p.dtype in LOW_PRECISION and p.requires_grad:
+            if p.dtype in LOW_PRECISION and p.requires_grad and not p.is_meta:
                 self._wide[i] = None
                 self._hooks.append(p.register_post_accumulate_grad_hook(partial(self._widen, i)))
 
@@ -89,18 +90,21 @@ class GradientSums:
         """Per parameter, whether it has a gradient."""
         return [self[i] is not None for i in range(len(self))]
 
-    def norm(self) -> float:
+    def norm(self, everywhere: Callable[[Sequence[float | None]], list[float]]) -> float:
         """The global 2-norm; inf or NaN where some gradient is (or, in float64, above 1e154).
 
         Squares are summed in float64, per parameter and then over parameters in model order, so that the same
         gradients have the same norm however they were split. One host-device synchronisation.
+        everywhere: see `comm.Comm.everywhere`.
         """
-        norms = [
-            torch.linalg.vector_norm(g, 2, dtype=torch.float64) for i in range(len(self)) if (g := self[i]) is not None
-        ]
+        present = [i for i in range(len(self)) if self[i] is not None]
+        norms = [torch.linalg.vector_norm(self[i], 2, dtype=torch.float64) for i in present]  # pyright: ignore
+        squares: list[float | None] = [None] * len(self)
+        for i, norm in zip(present, torch.stack(norms).tolist() if norms else (), strict=True):
+            squares[i] = norm * norm
         total = 0.0
-        for norm in torch.stack(norms).tolist() if norms else ():
-            total += norm * norm
+        for square in everywhere(squares):
+            total += square
         return math.sqrt(total)
 
     def scale(self, factor: float) -> None:

@@ -11,8 +11,6 @@ Nothing here knows process groups (see `comm.Comm`) or logs: an update returns w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from zlib import crc32
 
@@ -21,14 +19,14 @@ from torch import Tensor
 
 from .comm import Pending, leaving
 from .counting import counted_from, total_counts
-from .engine import Attempt, Counted, Engine, Microbatch, Verdict, Work
-from .errors import AbandonedError, InputError, OutOfMemoryError
+from .engine import Attempt, Counted, Engine, Microbatch, Stages, Verdict, Work
+from .errors import AbandonedError, InputError
 from .memory import half, is_out_of_memory
 from .objective import Batch, Objective, Outputs, to_device
 from .randomness import FORWARD, LOADING, microbatch_key, preserved, seed_generators
 from .result import Status, UpdateResult
 from .units import Coverage, all_equal, derive_key, marks
-from .verdicts import abandoned, check_coverage, raise_non_finite, raise_shared
+from .verdicts import abandoned, check_coverage, final, raise_non_finite, raise_shared
 
 
 def run(engine: Engine, group: Work) -> UpdateResult:
@@ -68,7 +66,7 @@ def attempted(engine: Engine, group: Work, tried: int, halvings: int) -> UpdateR
         rates = tuple(float(g["lr"]) for optimizer in engine.optimizers for g in optimizer.param_groups)
         if not counted.empty:
             reduce(engine, attempt, verdict)
-            status, norm = apply(engine, group, attempt, counted)
+            status, norm = apply(engine, group, attempt, counted, verdict)
     finally:
         engine.gradients.clear()
     return UpdateResult(
@@ -116,7 +114,7 @@ class Counting:
             self._group.settle(more=more > 0)
             if failed:
                 raise_shared(engine.comm, self._error, "count phase of the update")
-            if not all_equal(mark, mark_squared, engine.comm.replicas):
+            if not all_equal(mark, mark_squared, engine.comm.size):
                 raise InputError.of(
                     "replicas", "different groups or different trainable parameters", "the same on all",
                     "give every replica the same data, seed, sizes and frozen parameters",
@@ -148,14 +146,15 @@ def count(engine: Engine, group: Work) -> tuple[list[Microbatch], Counting]:
     except Exception as failure:
         error, microbatches = failure, []
     scale = [0.0, 0.0]
-    if engine.loss_scale is not None and comm.replica == 0:
+    if engine.loss_scale is not None and comm.rank == 0:
         engine.loss_scale.refresh()
         scale = [engine.loss_scale.scale, engine.loss_scale.applied_in_a_row]
     examples = sum(microbatch.examples for microbatch in microbatches)
     cut_short = isinstance(error, AbandonedError)
     flags = [error is not None and not cut_short, cut_short, group.more]
     values = [*flags, *marks(common_to_all(engine, group)), *scale]
-    pending = comm.sum("count", [*values, len(microbatches), examples, *totals])
+    counted = [len(microbatches), examples, *totals]
+    pending = comm.sum("count", [*values, *(counted if comm.counts else [0.0] * len(counted))])
     none = not any(totals[: len(engine.objective.terms)])
     return microbatches, Counting(engine, group, pending, None if cut_short else error, none=none)
 
@@ -180,6 +179,10 @@ def local(engine: Engine, group: Work, microbatches: list[Microbatch], counting:
     index = 0
     if counting.none_here and counting.result().empty:  # nothing to run, but what was loaded is still judged
         attempt.coverage = sum((m.coverage for m in microbatches), attempt.coverage)
+        return attempt
+    if engine.stages is not None:
+        with final(engine):  # ranks of one replica wait for each other, so a failure cannot wait for the vote
+            run_in_stages(engine, engine.stages, group, microbatches, counting.result(), attempt)
         return attempt
     while microbatches:
         attempt.abandoned = engine.stop.overdue
@@ -206,6 +209,25 @@ def local(engine: Engine, group: Work, microbatches: list[Microbatch], counting:
         del batch, outputs  # the next forward must not find them in memory
         index += 1
     return attempt
+
+
+def run_in_stages(
+    engine: Engine, stages: Stages, group: Work, microbatches: list[Microbatch], counted: Counted, attempt: Attempt
+) -> None:
+    """The same through stages that are ranks: what runs when is the schedule's business."""
+    batches = [to_device(microbatch.batch, engine.device) for microbatch in microbatches]
+    for microbatch in microbatches:
+        attempt.coverage += microbatch.coverage
+        attempt.ids.append(microbatch.ids)
+
+    def before_forward(index: int) -> None:
+        seed_microbatch(engine, group, microbatches[index].coverage, index, purpose=FORWARD)
+
+    def loss(outputs: Outputs, batch: Batch) -> Tensor:
+        return weighted_loss(engine.objective, counted, outputs, batch, attempt)
+
+    stages.run(batches, before_forward, engine.precision, loss, engine.gradients.part)
+    attempt.abandoned = engine.stop.overdue
 
 
 def seed_microbatch(engine: Engine, group: Work, coverage: Coverage, index: int, purpose: int) -> None:
@@ -262,7 +284,7 @@ def vote(engine: Engine, group: Work, attempt: Attempt, counted: Counted) -> Ver
     """
     error = attempt.error
     out_of_memory = error is not None and is_out_of_memory(error)
-    seen = attempt.coverage
+    seen = attempt.coverage if engine.comm.counts else Coverage()
     host = [
         out_of_memory,
         error is not None and not out_of_memory,
@@ -312,27 +334,10 @@ def reduce(engine: Engine, attempt: Attempt, verdict: Verdict) -> None:
         engine.comm.reduce(engine.gradients, last_backward, verdict.present)
 
 
-@contextmanager
-def final(engine: Engine) -> Iterator[None]:
-    """After the vote a failure on one replica cannot be taken back by the others: it ends the run for all."""
-    try:
-        yield
-    except BaseException as error:
-        if is_out_of_memory(error):
-            ending = OutOfMemoryError(
-                f"memory: got out of memory after the vote ({error}), expected room for gradients and optimizer "
-                "state; resume from the last checkpoint with fewer examples per microbatch"
-            )
-            engine.comm.end(str(ending))
-            raise ending from error
-        engine.comm.end(f"{type(error).__name__}: {error}")
-        raise
-
-
 # --------------------------------------------------------------------------------------------- phase 5: apply
 
 
-def apply(engine: Engine, group: Work, attempt: Attempt, counted: Counted) -> tuple[Status, float]:
+def apply(engine: Engine, group: Work, attempt: Attempt, counted: Counted, verdict: Verdict) -> tuple[Status, float]:
     """Judge, unscale, clip, and run optimizers and schedulers. Returns the status and the norm before clipping.
 
     After phase 4 every replica holds the same gradients, so what one finds in them is a verdict for all. An error of
@@ -341,12 +346,12 @@ def apply(engine: Engine, group: Work, attempt: Attempt, counted: Counted) -> tu
     gradients = engine.gradients
     scale = 1.0 if counted.loss_scale is None else counted.loss_scale
     with final(engine):
-        norm = gradients.norm() / scale
+        norm = gradients.norm(engine.comm.everywhere) / scale
         finite = math.isfinite(norm)
-        any_present = any(gradients.present())
+        any_present = any(verdict.present) or any(gradients.present())
         if finite and any_present:
             gradients.scale(clip_factor(norm, engine.clip_norm) / scale)
-            finite = gradients.hand_over()
+            finite = engine.comm.agreed(gradients.hand_over())
     if not finite:
         if engine.loss_scale is None:
             raise_non_finite(engine, group, attempt, norm)

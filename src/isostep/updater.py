@@ -15,6 +15,7 @@ from torch import nn
 from .data.collate import pad_batch
 from .data.groups import Collate, DataGroup, ReadyGroup, count_examples
 from .distributed.comm import connect
+from .distributed.stages import StagedModel, connect_stages
 from .engine import Engine, Microbatch, Work
 from .errors import InputError
 from .evaluate import EvaluationResult, evaluate
@@ -97,9 +98,14 @@ class Updater:
             raise InputError.of("clip_norm", clip_norm, "a finite number above 0", "leave it out not to clip")
         if precision not in _AUTOCAST:
             raise InputError.of("precision", precision, f"one of {', '.join(_AUTOCAST)}", "choose one")
-        module, comm = connect(model, process_group)
-        inspect(module).raise_if_refused([allow] if isinstance(allow, str) else allow)
-        parameters = list(module.parameters())
+        staged = model if isinstance(model, StagedModel) else None
+        if staged is None:
+            module, comm = connect(model, process_group)
+            inspect(module).raise_if_refused([allow] if isinstance(allow, str) else allow)
+            parameters = list(module.parameters())
+        else:
+            module, comm = staged, connect_stages(staged)
+            parameters = list(staged.all_parameters)
         optimizers = _listed(optimizer)
         check_optimizers(module, optimizers)
         scale = loss_scale_of(loss_scale)
@@ -109,14 +115,15 @@ class Updater:
             objective=Objective.of(objective),
             forward=forward,
             comm=comm,
-            device=parameters[0].device,
+            device=next(module.parameters()).device,
             optimizers=optimizers,
             schedulers=_checked_schedulers(_listed(scheduler)),
             loss_scale=LossScale() if scale is None and precision == "float16" else scale,
             clip_norm=clip_norm,
             autocast=_AUTOCAST[precision],
-            overlap=overlap and comm.replicas > 1,
+            overlap=overlap and comm.replicas > 1 and staged is None,
             seed=seed,
+            stages=staged,
         )
         self._check_same_settings()
         self._num_optimized = sum(len(g["params"]) for o in optimizers for g in o.param_groups)

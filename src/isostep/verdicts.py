@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from .comm import Comm
 from .engine import Attempt, Engine, Work
-from .errors import AbandonedError, CoverageError, NonFiniteError, PeerError
+from .errors import AbandonedError, CoverageError, NonFiniteError, OutOfMemoryError, PeerError
 from .ledger import format_hash
+from .memory import is_out_of_memory
 from .units import Coverage
 
 
@@ -16,8 +19,8 @@ def raise_shared(comm: Comm, error: Exception | None, phase: str) -> NoReturn:
     reports = comm.gather(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-    replica, report = next((i, report) for i, report in enumerate(reports) if report is not None)
-    raise PeerError(f"replica {replica} failed in the {phase}, of which nothing was applied: {report}")
+    rank, report = next((i, report) for i, report in enumerate(reports) if report is not None)
+    raise PeerError(f"{comm.name(rank)} failed in the {phase}, of which nothing was applied: {report}")
 
 
 def abandoned(group: Work) -> AbandonedError:
@@ -60,3 +63,20 @@ def raise_non_finite(engine: Engine, group: Work, attempt: Attempt, norm: float)
         f"gradient norm of epoch {group.epoch}, group {group.index}: got {norm}, expected finite gradients; "
         f"{where}; nothing was applied: mend or leave out the data, or lower the learning rate"
     )
+
+
+@contextmanager
+def final(engine: Engine) -> Iterator[None]:
+    """After the vote a failure on one replica cannot be taken back by the others: it ends the run for all."""
+    try:
+        yield
+    except BaseException as error:
+        if is_out_of_memory(error):
+            ending = OutOfMemoryError(
+                f"memory: got out of memory after the vote ({error}), expected room for gradients and optimizer "
+                "state; resume from the last checkpoint with fewer examples per microbatch"
+            )
+            engine.comm.end(str(ending))
+            raise ending from error
+        engine.comm.end(f"{type(error).__name__}: {error}")
+        raise

@@ -108,8 +108,9 @@ class ProcessGroupComm:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, num_parameters: int) -> None:
         _end_quietly()
-        self.replica = dist.get_rank(group)
-        self.replicas = dist.get_world_size(group)
+        self.replica = self.rank = dist.get_rank(group)
+        self.replicas = self.size = dist.get_world_size(group)
+        self.counts = self.scores = True
         self._group_if_alive = weakref.ref(group)
         backends = dist.get_backend_config(group)
         self._vector_device = torch.device("cpu") if "cpu:" in backends else device
@@ -154,6 +155,15 @@ class ProcessGroupComm:
     def reduce(self, gradients: GradientSums, backward: Callable[[], None] | None, present: Sequence[bool]) -> None:
         self._reducer.reduce(self._group, gradients, backward, present, self._wait_for("reduce", self._device))
 
+    def name(self, rank: int) -> str:
+        return f"replica {rank}"
+
+    def everywhere(self, squares: Sequence[float | None]) -> list[float]:
+        return [square or 0.0 for square in squares]
+
+    def agreed(self, fine: bool) -> bool:
+        return fine
+
     def gather(self, value: Any) -> list[Any]:
         with self._peers("report"):
             return gathered(value, self._group)
@@ -166,7 +176,7 @@ class ProcessGroupComm:
         with suppress(RuntimeError, PeerLostError):
             group, self._ended = self._group, True
             group.abort()
-            self._store.set(f"{self._lost}/{self.replica}", reason)
+            self._store.set(f"{self._lost}/{self.rank}", reason)
             self._store.set(self._lost, "")
 
     def equalise(self, model: nn.Module) -> None:
@@ -214,10 +224,10 @@ class ProcessGroupComm:
         except RuntimeError as error:
             missing, reasons = self._reports()
             lost = list(reasons) or missing
-            who = f"replica {', '.join(map(str, lost))}" if lost else "another replica"
+            who = ", ".join(map(self.name, lost)) if lost else "another one"
             reason = next(iter(reasons.values()), _said(error))[:400]
             raise PeerLostError(
-                f"{phase}: lost {who}, expected all {self.replicas} to answer; what was under way was not applied: "
+                f"{phase}: lost {who}, expected all {self.size} to answer; what was under way was not applied: "
                 f"see why it ended, then start again from what you saved last ({reason})"
             ) from error
 
@@ -228,7 +238,7 @@ class ProcessGroupComm:
         The report also frees those that wait for this replica: gloo keeps its connections open after an abort.
         """
         self.end()
-        others = [replica for replica in range(self.replicas) if replica != self.replica]
+        others = [rank for rank in range(self.size) if rank != self.rank]
         missing = others
         deadline = time.monotonic() + REPORT_SECONDS
         try:
@@ -317,7 +327,7 @@ class _PendingSum:
     def wait(self) -> tuple[list[float], Tensor | None]:
         self._wait(self._work)
         mark, mark_squared, *values = self._vector[: self._num_values].tolist()
-        if not all_equal(mark, mark_squared, self._comm.replicas):
+        if not all_equal(mark, mark_squared, self._comm.size):
             self._comm.end()
             raise InputError.of(
                 "replicas", "different calls", "`update` and `evaluate` on every replica in the same order",

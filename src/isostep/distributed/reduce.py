@@ -38,7 +38,7 @@ def cut_buckets(gradients: GradientSums, limit: int) -> list[Bucket]:
     indices: list[int] = []
     size = 0
     for i in reversed(range(len(gradients))):
-        if not gradients.parameters[i].requires_grad:
+        if not gradients.parameters[i].requires_grad or gradients.parameters[i].is_meta:
             continue
         dtype = gradients.dtype(i)
         nbytes = gradients.parameters[i].numel() * dtype.itemsize
@@ -119,7 +119,7 @@ class _Sending:
         self._unfinished = [set(bucket.indices) for bucket in buckets]
         self.works: list[dist.Work] = []
         self._lone_storages: set[int] = set()
-        self._device = gradients.parameters[0].device
+        self._device = next(p.device for p in gradients.parameters if not p.is_meta)
 
     def during(self, backward: Callable[[], None]) -> None:
         """Run a backward; start each bucket when its last gradient is final and the buckets before it are started."""

@@ -125,6 +125,14 @@ class Decoder(nn.Module):
                 hidden = block(hidden, cos, sin)
         return self.head(hidden)
 
+    def as_layers(self) -> list[nn.Module]:
+        """The same model as a list of layers, each of which takes what the one before returns: for stages.
+
+        They share this decoder's parameters; a tied head shares the embedding's.
+        """
+        blocks = [_BlockLayer(block, self.config, self.activation_checkpointing) for block in self.blocks]
+        return [self.embedding, *blocks, self.head]
+
     def num_parameters(self) -> int:
         """Number of trained values; a tied matrix counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
@@ -137,6 +145,23 @@ class Decoder(nn.Module):
                 adds_to_residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
                 std = residual_std if adds_to_residual else INIT_STD
                 nn.init.normal_(parameter, std=std, generator=generator)
+
+
+class _BlockLayer(nn.Module):
+    """A block that finds its rotary tables by itself."""
+
+    def __init__(self, block: nn.Module, config: DecoderConfig, activation_checkpointing: bool) -> None:
+        super().__init__()
+        self.block = block
+        self.head_width = config.head_width
+        self.activation_checkpointing = activation_checkpointing
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden: [batch, length, width]. Returns the same shape."""
+        cos, sin = rotary_tables(hidden.shape[1], self.head_width, hidden)
+        if self.activation_checkpointing and self.training:
+            return checkpoint(self.block, hidden, cos, sin, use_reentrant=False)
+        return self.block(hidden, cos, sin)
 
 
 class Block(nn.Module):
