@@ -17,10 +17,14 @@ from typing import Any
 from urllib.parse import quote
 
 from command import command
-from isostep.lab.app import VIEWS
+from isostep.lab.app import VIEWS, build_app
 from isostep.lab.fields import Choice, Field, Grid, Real, Reals, Switch, Whole
 from isostep.lab.files import WRITERS
+from isostep.schedule.costs import Costs
+from isostep.schedule.generate import generate
+from isostep.schedule.simulate import Simulation, simulate
 
+APP = build_app()
 LINE = re.compile(r"isostep lab: (http://127\.0\.0\.1:(\d+)) \(Ctrl-C ends it\)\n")
 THREAD = ThreadPoolExecutor(1)
 PATHS = ("/", *(f"/{view.name}" for view in VIEWS), *(f"/pipeline/{name}" for name in WRITERS), "/gantt.css",
@@ -125,6 +129,19 @@ async def ask(app: Any, asked: Asked) -> Answer:
 def answer(app: Any, path: str, query: str = "", **others: Any) -> Answer:
     """The answer to one request. In a thread of its own, where no loop runs yet."""
     return THREAD.submit(asyncio.run, ask(app, Asked(path, query.encode(), **others))).result()
+
+
+def page(path: str, query: str = "") -> str:
+    """A page that is answered."""
+    got = answer(APP, path, query)
+    assert got.status == 200, got.text[-900:]
+    return got.text
+
+
+def simulated(name: str, stages: int, num_microbatches: int, chunks: int | None = None, **costs: Any) -> Simulation:
+    """A schedule as the library has it, under costs of whole stages."""
+    schedule = generate(name, stages, num_microbatches, chunks)
+    return simulate(schedule, Costs.of_stages(schedule, **costs))
 
 
 def numbers(text: str) -> dict[str, float]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -14,19 +13,19 @@ pytest.importorskip("playwright", reason="needs playwright, of requirements-dev.
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
-from chromium import EXECUTABLE, MISSING, PHONE, chromium, looking
+from chromium import EXECUTABLE, MISSING, PHONE, looking
 from isostep.explain.replicas import replica_update
-from isostep.lab.app import VIEWS, build_app
+from isostep.lab.app import VIEWS
 from isostep.lab.files import WRITERS
 from isostep.lab.view import View
 from isostep.schedule.costs import Costs
 from isostep.schedule.generate import generate
 from isostep.schedule.simulate import simulate
-from lab_server import Running, answer, numbers, running
+from lab_server import APP, Running, answer, numbers, running
+from page import expected, set_to, settle, shown, unfold
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(EXECUTABLE is None, reason=MISSING)]
 
-APP = build_app()
 PAGES = ("/", "/replicas?unequal=1", "/tokens?counts=1,7+0,5&losses=", "/batch?context=2048&examples=10000",
          "/pipeline?compare=zb-v&transfer=0.1&memory-limit=3")  # fmt: skip
 OTHER = {
@@ -45,58 +44,19 @@ def changes_of(view: View) -> list[tuple[str, str]]:
     return [(name, text.replace("+", " ")) for name, _, text in pairs]
 
 
-@pytest.fixture(scope="module")
-def lab() -> Iterator[Running]:
-    with running() as lab:
-        yield lab
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
-
-
-def shown(page: Page) -> dict[str, float]:
-    """The numbers of the result on the page."""
-    return numbers(page.locator("#result").inner_html())
-
-
-def expected(page: Page) -> dict[str, float]:
-    """The numbers of the state in the address."""
-    address = urlsplit(page.url)
-    got = answer(APP, address.path, address.query)
-    assert got.status == 200, got.text[-900:]
-    return numbers(got.text)
-
-
-def set_to(page: Page, name: str, text: str) -> None:
-    control = page.locator(f'[name="{name}"]')
-    if control.get_attribute("type") == "checkbox":
-        control.check()
-    elif control.evaluate("control => control.tagName") == "SELECT":
-        control.select_option(text)
-    else:
-        control.fill(text)
-
-
-def settle(page: Page) -> None:
-    """Wait until the last state asked for is on the page."""
-    expect(page.locator("form[data-asking]")).to_have_count(0)
-
-
 @pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.name)
 def test_every_control_changes_the_numbers_to_the_library_s(browser: Browser, lab: Running, view: View) -> None:
     changes = changes_of(view)
     with looking(browser, lab.base) as (page, seen):
         page.goto(f"{lab.base}/{view.name}")
+        unfold(page)
         for name, text in changes:
             before = page.url
             set_to(page, name, text)
             settle(page)
             assert page.url != before, name
             assert shown(page) == expected(page), name
-            assert page.locator("#result .refused:not(.soft)").count() == 0, name
+            assert page.locator(".refused:not(.soft)").count() == 0, name
         assert seen.most_at_once == 1
         documents = [url for url in seen.requests if "fragment=1" not in url and f"/{view.name}" in url]
         assert len(documents) == 1, "nothing but results was asked for"
@@ -110,9 +70,11 @@ def test_every_control_works_without_javascript(browser: Browser, lab: Running, 
     with looking(browser, lab.base, java_script_enabled=False) as (page, _):
         page.goto(f"{lab.base}/{view.name}")
         assert page.locator("input[type=range]").count() == 0
+        unfold(page)
         if view.name == "replicas":  # the rows of portions come with the page that has them
             set_to(page, "unequal", "1")
             page.get_by_role("button", name="Show").click()
+            unfold(page)
         for name, text in changes:
             set_to(page, name, text)
         page.get_by_role("button", name="Show").click()
@@ -152,7 +114,8 @@ def test_spans_drawn_are_the_actions(browser: Browser, lab: Running) -> None:
 @pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.name)
 def test_sliders_answer(browser: Browser, lab: Running, view: View) -> None:
     with looking(browser, lab.base, expect_refusals=True) as (page, _):
-        page.goto(f"{lab.base}/{view.name}")
+        page.goto(f"{lab.base}/{view.name}{'?schedule=looped-bfs' if view.name == 'pipeline' else ''}")
+        unfold(page)
         sliders = page.locator("input[type=range]:visible")
         assert sliders.count() == sum(field.slider is not None for field in view.fields) - (
             13 if view.name == "replicas" else 0  # of 16 rows of targets and portions 3 are visible
@@ -191,10 +154,12 @@ def test_a_refused_value_is_said_and_mended(browser: Browser, lab: Running) -> N
         page.goto(f"{lab.base}/pipeline")
         page.get_by_label("P, stages", exact=True).fill("65")
         sentence = "stages: got '65', expected a whole number from 1 to 64; change it"
-        expect(page.locator("#result .refused")).to_have_text(sentence)
+        expect(page.locator("#refusal .refused")).to_have_text(sentence)
         expect(page.get_by_role("status")).to_have_text(sentence)
+        expect(page.locator("[aria-invalid]")).to_have_attribute("name", "stages")
         page.get_by_label("P, stages", exact=True).fill("2")
-        expect(page.locator("#result .refused")).to_have_count(0)
+        expect(page.locator("#refusal .refused")).to_have_count(0)
+        expect(page.locator("[aria-invalid]")).to_have_count(0)
         summary = page.locator("#result .summary").inner_text()
         expect(page.get_by_role("status")).to_have_text(summary)
 
@@ -231,16 +196,30 @@ def test_by_keyboard_alone(browser: Browser, lab: Running) -> None:
 
 
 def test_the_window_moves_by_links(browser: Browser, lab: Running) -> None:
-    with looking(browser, lab.base) as (page, _):
+    with looking(browser, lab.base) as (page, seen):
         page.goto(f"{lab.base}/pipeline?stages=4&microbatches=16")
-        page.get_by_role("link", name="Closer").click()
         everything = generate("1f1b", 4, 16).size
+        page.get_by_role("link", name="Closer").scroll_into_view_if_needed()
+        scrolled = page.evaluate("scrollY")
+        assert scrolled > 0
+        page.get_by_role("link", name="Closer").click()
+        settle(page)
         part = page.locator(".isostep-gantt rect.span").count()
         assert 0 < part < everything
         page.get_by_role("link", name="Later").click()
+        settle(page)
         assert "Drawn: from" in page.locator(".windows").inner_text()
+        assert page.evaluate("document.activeElement.textContent") == "Earlier"
         page.get_by_role("link", name="All", exact=True).click()
+        settle(page)
         assert page.locator(".isostep-gantt rect.span").count() == everything
+        assert page.evaluate("scrollY") == scrolled
+        assert len([url for url in seen.requests if "fragment=1" not in url and "/pipeline" in url]) == 1
+    with looking(browser, lab.base, java_script_enabled=False) as (page, _):
+        page.goto(f"{lab.base}/pipeline?stages=4&microbatches=16")
+        page.get_by_role("link", name="Closer").click()
+        assert page.url.endswith("#gantt")
+        assert 0 < page.locator(".isostep-gantt rect.span").count() < everything
 
 
 @pytest.mark.parametrize("javascript", [True, False], ids=["javascript", "plain"])
@@ -253,7 +232,8 @@ def test_downloads(browser: Browser, lab: Running, javascript: bool, tmp_path: P
                 page.locator(f'a[href^="/pipeline/{name}"]').click()
             path = tmp_path / name
             started.value.save_as(path)
-            assert started.value.suggested_filename == f"zb-h1-3-stages-5-microbatches-{name}"
+            stem = f"zb-h1-3-stages-5-microbatches-[0-9a-f]{{8}}-{re.escape(name)}"
+            assert re.fullmatch(stem, started.value.suggested_filename)
             assert path.read_text() == answer(APP, f"/pipeline/{name}", query).text
         page.goto(lab.base)
         with page.expect_download() as started:
@@ -298,4 +278,5 @@ def test_a_lab_that_has_ended_is_said(browser: Browser) -> None:
         page.goto(f"{gone.base}/batch")
         gone.end()
         page.get_by_label("D, replicas", exact=True).fill("3")
-        expect(page.locator("#result")).to_contain_text("The lab does not answer")
+        expect(page.locator("#refusal")).to_contain_text("The lab does not answer")
+        expect(page.locator("#result .summary")).to_contain_text("examples per update")

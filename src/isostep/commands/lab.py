@@ -12,7 +12,7 @@ EPILOG = """examples:
   isostep lab --port 0 --open
 
 Serves pages on 127.0.0.1 only: replicas, tokens, batch and pipeline. Every state is a link. Ctrl-C ends it.
-Needs the extra `lab`: pip install "isostep[lab]".
+Needs the extra `lab`: pip install "PATH_OF_THIS_CLONE[lab]".
 """
 PORT = 8642
 
@@ -40,6 +40,6 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in ("starlette", "uvicorn", "jinja2", "anyio", "h11"):
             raise
-        remedy = "run: pip install 'isostep[lab]'"
+        remedy = 'run: pip install "PATH_OF_THIS_CLONE[lab]"'
         raise InputError.of("lab", f"no module {error.name}", "the extra `lab`", remedy) from None
     return serve(args.port, args.open)

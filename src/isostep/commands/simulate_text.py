@@ -57,12 +57,10 @@ def _stage(sim: Simulation, stage: int) -> str:
 
 def _cadence(sim: Simulation) -> str:
     """Whether one rank has more to do than the others, so that they wait for it."""
-    busiest = max(sim.busy)
-    if min(sim.busy) > busiest * (1 - 1e-9):
-        return "; all ranks have equal work"
-    if sum(work > busiest * (1 - 1e-9) for work in sim.busy) > 1:
-        return ""
-    return "; its rank sets the cadence" if sim.busy[sim.schedule.rank_of[sim.critical_stage]] == busiest else ""
+    if len(sim.busiest) == sim.schedule.stages:
+        return "; all ranks have equal work" if sim.schedule.stages > 1 else ""
+    sets = sim.busiest == (sim.schedule.rank_of[sim.critical_stage],)
+    return "; its rank sets the cadence" if sets else ""
 
 
 def _trains(sim: Simulation) -> bool:

@@ -32,6 +32,7 @@ def answer(values: Values, texts: Mapping[str, str]) -> dict[str, Any]:
         "grid": _grid(sizes),
         "left_out": _left_out(sizes),
         "summary": _summary(sizes),
+        "brief": f"{count(sizes.examples_per_update, 'example')}, {count(sizes.world_size, 'rank')}",
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 
@@ -37,5 +38,11 @@ def file_of(name: str, values: Values) -> tuple[str, str, str]:
     outcome = outcome_of(settings_of(values))
     media_type, write = WRITERS[name]
     given = outcome.settings
-    prefix = f"{given.schedule}-{given.stages}-stages-{given.num_microbatches}-microbatches"
+    prefix = f"{given.schedule}-{given.stages}-stages-{given.num_microbatches}-microbatches-{_state(outcome, values)}"
     return write(outcome, values), f"{prefix}-{name}", media_type
+
+
+def _state(outcome: Outcome, values: Values) -> str:
+    """8 hexadecimal digits that tell states apart: files of different costs or windows have different names."""
+    state = repr((outcome.settings, values["from"] or 0.0, values["to"]))
+    return hashlib.sha256(state.encode()).hexdigest()[:8]

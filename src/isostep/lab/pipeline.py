@@ -7,10 +7,12 @@ from typing import Any
 
 from markupsafe import Markup
 
+from ..errors import InputError
 from ..schedule import gantt_svg
 from ..schedule.drawing import first_spans, percent, window
+from ..schedule.simulate import Simulation
 from .fields import Choice, Field, Real, Reals, Slider, Switch, Whole
-from .pipeline_state import SCHEDULE_NAMES, Outcome, compared, outcome_of, settings_of
+from .pipeline_state import CHOOSE_CHUNKS, SCHEDULE_NAMES, Outcome, outcome_of, settings_of
 from .query import query_of
 from .view import MINUS, Values, View, number
 
@@ -26,21 +28,32 @@ FILES = (
 
 
 def answer(values: Values, texts: Mapping[str, str]) -> dict[str, Any]:
-    """The pictures of one or two schedules, and their numbers side by side."""
-    first = settings_of(values)
-    outcomes = [outcome_of(first)]
-    if values["compare"]:
-        outcomes.append(outcome_of(compared(first, values["compare"])))
+    """The pictures of one or two schedules, and their numbers side by side.
+
+    Where the second cannot be drawn, the first is drawn alone and a sentence says why.
+    """
     start, end = values["from"] or 0.0, values["to"]
-    for outcome in outcomes:
-        window(outcome.sim, start, end)  # refuses a window that one of them does not have
+    outcomes = [outcome_of(settings_of(values))]
+    window(outcomes[0].sim, start, end)  # refuses one that it does not have
+    missing = ""
+    if values["compare"]:
+        try:
+            second = outcome_of(settings_of(values, values["compare"]))
+            window(second.sim, start, end)
+            outcomes.append(second)
+        except InputError as error:
+            missing = f"Not beside it: {values['compare']}. {error}"
     return {
         "outcomes": outcomes,
+        "missing": missing,
         "summary": _summary(outcomes),
+        "brief": _brief(outcomes),
         "pictures": _pictures(outcomes, start, end, values["memory-limit"]),
         "windows": _windows(outcomes[0], start, end, texts),
         "limit": values["memory-limit"],
         "over": [_over(outcome, values["memory-limit"]) for outcome in outcomes],
+        "notes": _notes(outcomes),
+        "slowest": slowest(outcomes[0].sim),
         "rows": _rows(outcomes),
         "ranks": [_ranks(outcome) for outcome in outcomes],
         "downloads": [_downloads(outcome, texts) for outcome in outcomes],
@@ -57,10 +70,48 @@ def _summary(outcomes: Sequence[Outcome]) -> str:
     second = outcomes[1]
     change = second.sim.makespan - sim.makespan
     share = f" ({percent(abs(change) / sim.makespan)})" if sim.makespan else ""
-    than = f"{number(abs(change))}{share} {'longer' if change > 0 else 'shorter'}" if change else "as long"
+    longer = "longer" if change > 0 else "shorter"
+    lasts = f"is {number(abs(change))}{share} {longer}" if change else "takes as long"
     held = second.peak - first.peak
     holds = f"{number(abs(held))} {'more' if held > 0 else 'fewer'}" if held else "as many"
-    return f"{text} {second.sim.schedule.name} takes {than} and holds {holds}."
+    return f"{text} {second.sim.schedule.name} {lasts} and holds {holds}."
+
+
+def _brief(outcomes: Sequence[Outcome]) -> str:
+    """One line of a small screen."""
+    sims = [outcome.sim for outcome in outcomes]
+    if len(sims) == 1:
+        held = number(outcomes[0].peak)
+        return f"takes {number(sims[0].makespan)}, busy {percent(sims[0].busy_share)}, holds {held}"
+    return ", ".join(f"{sim.schedule.name} {number(sim.makespan)}" for sim in sims)
+
+
+def _notes(outcomes: Sequence[Outcome]) -> list[str]:
+    notes = [f"{outcome.note}." for outcome in outcomes if outcome.note]
+    paired = {outcome.sim.schedule.name: None for outcome in outcomes if outcome.sim.schedule.overlapped}
+    return notes + [f"{name}: the two actions of an overlapped pair are timed one after the other." for name in paired]
+
+
+def slowest(sim: Simulation) -> dict[str, Any]:
+    """The stage whose rank has the most work: for it the others wait. None where several ranks have the most."""
+    on_path = sum(span.end - span.start for span in sim.critical_path if span.stage == sim.critical_stage)
+    share = percent(on_path / sim.makespan if sim.makespan else 0.0)
+    busiest = sim.busiest
+    if len(busiest) != 1 or sim.schedule.stages == 1:
+        alike = "equal work" if len(busiest) == sim.schedule.stages else f"{len(busiest)} ranks tie"
+        one = "stage" if sim.schedule.chunks == 1 else "chunk"
+        note = f"{share} of the longest chain is on {one} {sim.critical_stage}"
+        return {"stage": None, "name": f"none: {alike}", "note": note}
+    held = [stage for stage, rank in enumerate(sim.schedule.rank_of) if rank == busiest[0]]
+    forward, backward, *_ = sim.costs.durations()
+    stage = sim.critical_stage
+    if stage not in held:
+        stage = max(held, key=lambda stage: (forward[stage] + backward[stage], -stage))
+    name = f"stage {stage}" if sim.schedule.chunks == 1 else f"chunk {stage} (rank {busiest[0]})"
+    note = "its rank has the most work"
+    if stage == sim.critical_stage:
+        note = f"{share} of the longest chain; its rank sets the cadence"
+    return {"stage": stage, "name": name, "note": note}
 
 
 def _pictures(outcomes: Sequence[Outcome], start: float, end: float | None, limit: int | None) -> list[dict[str, Any]]:
@@ -130,7 +181,7 @@ def _rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     plain = {
         "Makespan": ("makespan", [sim.makespan for sim in sims]),
         "Bubble: makespan less the busiest rank's work": ("bubble_global", [sim.bubble_global for sim in sims]),
-        "Bubble within a rank's own span": ("bubble_own_span", [sim.bubble_own_span for sim in sims]),
+        "Bubble: longest own span less that work": ("bubble_own_span", [sim.bubble_own_span for sim in sims]),
         "Latency of a microbatch, median": ("latency.median", [sim.latency.median for sim in sims]),
         "Latency of a microbatch, worst": ("latency.worst", [sim.latency.worst for sim in sims]),
         "Most held by a rank, stage activations": ("peak", [outcome.peak for outcome in outcomes]),
@@ -167,13 +218,7 @@ def _ranks(outcome: Outcome) -> dict[str, Any]:
         }
         for rank, (work, memory, in_flight) in enumerate(held)
     ]
-    on_path = sum(span.end - span.start for span in sim.critical_path if span.stage == sim.critical_stage)
-    return {
-        "rows": rows,
-        "stage": sim.critical_stage,
-        "stage_rank": sim.schedule.rank_of[sim.critical_stage],
-        "stage_share": on_path / sim.makespan if sim.makespan else 0.0,
-    }
+    return {"rows": rows, "slowest": slowest(sim)}
 
 
 def _downloads(outcome: Outcome, texts: Mapping[str, str]) -> list[tuple[str, str, str]]:
@@ -190,12 +235,13 @@ def _fields() -> tuple[Field, ...]:
         Choice("compare", "Compare with", "", options=(("", "nothing"), *names)),
         Whole("stages", "P, stages", "4", least=1, most=64, slider=Slider(1, 16)),
         Whole("microbatches", "M, microbatches", "8", least=1, most=1024, slider=Slider(1, 64)),
-        Whole("chunks", "v, chunks on a rank", "", "Empty: what the schedule has.", Slider(1, 8), least=1, most=16,
-              optional=True),
+        Whole("chunks", "v, chunks on a rank", "", f"For {', '.join(CHOOSE_CHUNKS[:-1])} and {CHOOSE_CHUNKS[-1]}. "
+              "Empty: what the schedule has.", Slider(1, 8), least=1, most=16, optional=True),
         Reals("forward", "Forward", "1", "One number, or one for each stage.", **cost),
         Reals("input-grad", "Input gradient", "1", **cost),
         Reals("weight-grad", "Weight gradient", "1", **cost),
-        Real("transfer", "Transfer", "0", "From a chunk to the next one.", Slider(0, 2, 0.05), least=0.0, most=1e6),
+        Reals("transfer", "Transfer", "0", "From a stage to the next: one number, or one for each link.",
+              Slider(0, 2, 0.05), least=0.0, most=1e6),
         Switch("recompute", "Recompute activations"),
         Switch("forward-only", "Forwards only"),
         Whole("memory-limit", "Memory limit", "", "Stage activations that a rank may hold.", Slider(1, 32), least=1,
@@ -221,5 +267,6 @@ VIEW = View(
         ("An order searched within a limit", "?schedule=1f1b&compare=auto&memory-limit=4&forward=1,1,2,1"),
         ("A slow stage sets the cadence", "?schedule=1f1b&stages=4&microbatches=8&forward=1,1,2,1"),
     ),
+    form=lambda texts: {"choose_chunks": " ".join(CHOOSE_CHUNKS)},
     not_shown="Not shown: quality, optimizer state, bytes of a transfer, what a kernel gains from larger microbatches.",
 )

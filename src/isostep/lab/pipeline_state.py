@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -13,15 +13,19 @@ from ..schedule.generate import NAMES, SCHEDULES, generate
 from ..schedule.ir import Schedule
 from ..schedule.simulate import Simulation, simulate
 from ..units import count
-from .view import Values
+from .view import Values, plain
 
 MAX_WORK = 5_000
 """Stages x chunks x microbatches of one state: its slowest answer takes some tenths of a second."""
-MAX_SEARCHED = 192
-"""Stages x microbatches of a state that is searched, for the same reason."""
+MAX_SEARCHED = 384
+"""Stages x microbatches of a state that is searched, for the same reason: about a second."""
+MAX_ORDERS = 280
+"""Orders that a search may try; very unequal costs ask for more."""
 AUTO = "auto"
 SCHEDULE_NAMES = (*NAMES, AUTO)
 """What the page offers."""
+CHOOSE_CHUNKS = tuple(name for name in NAMES if not SCHEDULES[name].chunks_are_fixed)
+"""Schedules that have a choice of v."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,8 @@ class Settings:
     forward: tuple[float, ...]
     input_grad: tuple[float, ...]
     weight_grad: tuple[float, ...]
-    transfer: float
+    transfer: tuple[float, ...]
+    """One number, or one for each link between neighbouring ranks."""
     recompute: bool
     forward_only: bool
     memory_limit: int | None = None
@@ -76,7 +81,7 @@ class Outcome:
     def closed_form(self) -> float | None:
         """Busy share by its formula; None where costs differ, transfers cost, or no formula is known."""
         given = self.settings
-        if given.transfer or any(len(set(c)) > 1 for c in (given.forward, given.input_grad, given.weight_grad)):
+        if any(given.transfer) or any(len(set(c)) > 1 for c in (given.forward, given.input_grad, given.weight_grad)):
             return None
         f, b, w = (costs[0] / self.chunks for costs in (given.forward, given.input_grad, given.weight_grad))
         return closed_form.busy_share(
@@ -85,19 +90,17 @@ class Outcome:
         )  # fmt: skip
 
 
-def settings_of(values: Values) -> Settings:
-    """The first schedule of a state."""
+def settings_of(values: Values, schedule: str | None = None) -> Settings:
+    """The first schedule of a state, or another under the same costs.
+
+    The number of chunks is for schedules that have a choice; the others ignore it.
+    """
+    name = values["schedule"] if schedule is None else schedule
     return Settings(
-        values["schedule"], values["stages"], values["microbatches"], values["chunks"], values["forward"],
-        values["input-grad"], values["weight-grad"], values["transfer"], values["recompute"], values["forward-only"],
-        values["memory-limit"],
+        name, values["stages"], values["microbatches"], values["chunks"] if name in CHOOSE_CHUNKS else None,
+        values["forward"], values["input-grad"], values["weight-grad"], values["transfer"], values["recompute"],
+        values["forward-only"], values["memory-limit"],
     )  # fmt: skip
-
-
-def compared(first: Settings, name: str) -> Settings:
-    """The same under another schedule, which takes the number of chunks where it can choose."""
-    free = name != AUTO and not SCHEDULES[name].chunks_are_fixed
-    return replace(first, schedule=name, chunks=first.chunks if free else None)
 
 
 @lru_cache(maxsize=8)
@@ -114,23 +117,50 @@ def _schedule(settings: Settings) -> Schedule:
     work = settings.stages * chunks * settings.num_microbatches
     if work > MAX_WORK:
         sizes = (settings.stages, "stage"), (chunks, "chunk"), (settings.num_microbatches, "microbatch")
-        raise _too_large(f"{' x '.join(count(*size) for size in sizes)} = {work}", MAX_WORK)
+        got = f"{' x '.join(count(*size) for size in sizes)} = {work}"
+        raise InputError.of(
+            "microbatches", got, f"at most {MAX_WORK} in all", "choose fewer, or use `isostep simulate`"
+        )
     schedule = generate(settings.schedule, settings.stages, settings.num_microbatches, settings.chunks)
     return schedule.forward_only() if settings.forward_only else schedule
 
 
 def _searched(settings: Settings) -> Outcome:
-    for name, given in (("chunks", settings.chunks), ("forward-only", settings.forward_only)):
-        if given:
-            raise InputError.of(name, given, f"not to be given with {AUTO}", f"leave out {name}")
+    if settings.forward_only:
+        raise InputError.of("forward-only", True, f"not to be given with {AUTO}", "leave out forward-only")
     work = settings.stages * settings.num_microbatches
+    remedy = f"choose fewer, or run `{command_of(settings)}`"
     if work > MAX_SEARCHED:
-        sizes = f"{count(settings.stages, 'stage')} x {count(settings.num_microbatches, 'microbatch')}"
-        raise _too_large(f"{sizes} = {work}", MAX_SEARCHED)
+        got = f"{count(settings.stages, 'stage')} x {count(settings.num_microbatches, 'microbatch')} = {work}"
+        expected = f"fewer: {AUTO} searches at most {MAX_SEARCHED} stages x microbatches here"
+        raise InputError.of("microbatches", got, expected, remedy)
+
+    def progress(tried: int) -> None:
+        if tried > MAX_ORDERS:
+            expected = f"at most {MAX_ORDERS}: costs as unequal as these need more"
+            raise InputError.of(AUTO, f"more than {MAX_ORDERS} orders to try", expected, remedy)
+
     limit = settings.memory_limit
-    found = search.auto(settings.stages, settings.num_microbatches, memory_limit=limit, **settings.costs)
+    found = search.auto(
+        settings.stages, settings.num_microbatches, memory_limit=limit, progress=progress, **settings.costs
+    )
     return Outcome(settings, found.simulation, f"{AUTO}: the best of {count(found.tried, 'order')}, {found.origin}")
 
 
-def _too_large(got: str, most: int) -> InputError:
-    return InputError.of("microbatches", got, f"at most {most} in all", "choose fewer, or use `isostep simulate`")
+def command_of(settings: Settings) -> str:
+    """The command that searches these settings without a bound."""
+    parts = [f"isostep simulate --schedule {AUTO} --stages {settings.stages}"]
+    parts.append(f"--microbatches {settings.num_microbatches}")
+    for flag, costs, default in (
+        ("forward", settings.forward, (1.0,)),
+        ("input-grad", settings.input_grad, (1.0,)),
+        ("weight-grad", settings.weight_grad, (1.0,)),
+        ("transfer", settings.transfer, (0.0,)),
+    ):
+        if costs != default:
+            parts.append(f"--{flag} {','.join(map(plain, costs))}")
+    if settings.recompute:
+        parts.append("--recompute")
+    if settings.memory_limit is not None:
+        parts.append(f"--memory-limit {settings.memory_limit}")
+    return " ".join(parts)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
+from statistics import fmean
 from typing import Any
 
 from ..errors import InputError
@@ -11,13 +12,17 @@ from ..explain.replicas import Replica, ReplicaUpdate, replica_update
 from ..units import count
 from .axis import Axis
 from .fields import Field, Real, Reals, Slider, Switch, Whole
-from .view import MINUS, TIMES, Values, View, number
+from .view import MINUS, Values, View, machine, number, short
 
 MAX_REPLICAS = 8
 TARGETS = ("0", "2", "4", "1", "3", "5", "2", "0")
 PORTIONS = ("1", "1", "4", "1", "1", "1", "1", "1")
-COLUMN, LEFT = 148, 92
+COLUMN, LEFT = 160, 92
 """Width of a replica's column in the picture, and of the labels left of them."""
+FITS = 18
+"""Letters in the width of a box."""
+COINCIDE = 16
+"""Dots that are nearer to each other would hide one another: they are drawn as one, in their middle."""
 
 
 def _fields() -> tuple[Field, ...]:
@@ -46,6 +51,7 @@ def answer(values: Values, texts: Mapping[str, str]) -> dict[str, Any]:
         "update": update,
         "same": same,
         "summary": _summary(update, same),
+        "brief": _brief(update, same),
         "picture": _picture(update),
         "line": _line(update),
         "notes": _notes(update, same),
@@ -72,6 +78,12 @@ def _summary(update: ReplicaUpdate, same: bool) -> str:
     return text + f"The mean of means is {number(wrong.gradient)} and goes to w = {number(wrong.w_after)}."
 
 
+def _brief(update: ReplicaUpdate, same: bool) -> str:
+    """One line of a small screen."""
+    text = f"next w = {short(update.exact.w_after)}"
+    return text if same else f"{text}; mean of means {short(update.mean_of_means.w_after)}"
+
+
 def _notes(update: ReplicaUpdate, same: bool) -> list[str]:
     notes = [] if same else ["The mean of means is wrong here: an example counts for more where there are few."]
     if any(not replica.targets for replica in update.replicas):
@@ -83,9 +95,13 @@ def targets_text(replica: Replica) -> str:
     """The targets of a replica in the width of its box: y = 0, 2 or y = 4 (3 times)."""
     if not replica.targets:
         return "no example"
-    runs = [(number(y), len(list(same))) for y, same in groupby(replica.targets)]
-    text = "y = " + ", ".join(y if times == 1 else f"{y} {TIMES} {times}" for y, times in runs)
-    return text if len(text) <= 17 else f"{text[:15]} …"
+    runs = [(short(y), len(list(same))) for y, same in groupby(replica.targets)]
+    parts = [y if times == 1 else f"{y} ({times} times)" for y, times in runs]
+    text = f"y = {', '.join(parts)}"
+    while len(text) > FITS and parts:
+        parts.pop()
+        text = f"y = {', '.join([*parts, '…'])}"
+    return text if parts else f"y: {len(replica.targets)} targets"
 
 
 def _picture(update: ReplicaUpdate) -> dict[str, Any]:
@@ -94,13 +110,14 @@ def _picture(update: ReplicaUpdate) -> dict[str, Any]:
             "x": LEFT + COLUMN * index + COLUMN // 2,
             "examples": len(replica.targets),
             "targets": targets_text(replica),
-            "gradient": "no gradient" if replica.gradient_mean is None else f"gradient {number(replica.gradient_mean)}",
-            "alone": "does not move" if replica.gradient_mean is None else f"alone w = {number(replica.w_alone)}",
+            "gradient": "no gradient" if replica.gradient_mean is None else f"gradient {short(replica.gradient_mean)}",
+            "alone": "does not move" if replica.gradient_mean is None else f"alone w = {short(replica.w_alone)}",
+            "exact": _exact(replica),
         }
         for index, replica in enumerate(update.replicas)
     ]
     span = COLUMN * len(columns) - 16
-    gradient, after = number(update.exact.gradient), number(update.exact.w_after)
+    gradient, after = short(update.exact.gradient), short(update.exact.w_after)
     examples = count(update.examples, "example")
     return {
         "columns": columns,
@@ -109,30 +126,39 @@ def _picture(update: ReplicaUpdate) -> dict[str, Any]:
         "middle": LEFT + 8 + span // 2,
         "width": LEFT + COLUMN * len(columns),
         "group": examples if len(columns) == 1 else f"a group of {examples}",
-        "sum": f"sum {number(update.gradient_sum)} / {examples}",
+        "sum": f"sum {short(update.gradient_sum)} / {update.examples if len(columns) == 1 else examples}",
         "mean": f"= {gradient}",
         "after": f"w = {after}",
+        "exact": f"gradient {machine(update.exact.gradient)}, next w = {machine(update.exact.w_after)}",
         "desc": f"Examples are scattered to the replicas, each runs backward, the all-reduce gives {gradient} to all, "
         f"and each makes the same update to w = {after}.",
     }
 
 
+def _exact(replica: Replica) -> str:
+    """All targets, and all digits of what is drawn short."""
+    targets = f"targets {', '.join(map(machine, replica.targets)) or 'none'}"
+    if replica.gradient_mean is None:
+        return targets
+    return f"{targets}; mean gradient {machine(replica.gradient_mean)}; alone w = {machine(replica.w_alone)}"
+
+
 def _line(update: ReplicaUpdate) -> dict[str, Any]:
-    alone = [(str(i), r.w_alone) for i, r in enumerate(update.replicas) if r.targets]
+    alone = [(i, r.w_alone) for i, r in enumerate(update.replicas) if r.targets]
     exact, means = update.exact.w_after, update.mean_of_means.w_after
     axis = Axis.over([update.w, exact, means, *(w for _, w in alone)], 136, 608)
     rows = [
-        ("before", "start", [("", update.w)]),
-        ("each alone", "alone", alone),
-        ("true mean", "right", [("", exact)]),
-        ("mean of means", "right" if means == exact else "wrong", [("", means)]),
+        ("before", "start", [_dot(axis, update.w)]),
+        ("each alone", "alone", _dots(axis, alone)),
+        ("true mean", "right", [_dot(axis, exact)]),
+        ("mean of means", "right" if means == exact else "wrong", [_dot(axis, means)]),
     ]
     return {
         "start": axis.place(update.w),
         "height": 36 * len(rows) + 32,
         "ticks": [(axis.place(tick), number(tick)) for tick in axis.ticks()],
         "rows": [
-            {"label": label, "tone": tone, "y": 24 + 36 * index, "dots": [_dot(axis, *dot) for dot in dots]}
+            {"label": label, "tone": tone, "y": 24 + 36 * index, "dots": dots}
             for index, (label, tone, dots) in enumerate(rows)
         ],
         "desc": f"Before {number(update.w)}; alone " + ", ".join(number(w) for _, w in alone)
@@ -140,8 +166,37 @@ def _line(update: ReplicaUpdate) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _dot(axis: Axis, text: str, value: float) -> dict[str, Any]:
-    return {"x": axis.place(value), "text": text, "title": f"{f'replica {text}: ' if text else ''}w = {number(value)}"}
+def _dots(axis: Axis, alone: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
+    """A dot for each replica; those that would hide one another share it."""
+    shared: list[list[tuple[int, float]]] = []
+    for replica, w in sorted(alone, key=lambda each: each[1]):
+        if shared and axis.place(w) - axis.place(shared[-1][0][1]) < COINCIDE:
+            shared[-1].append((replica, w))
+        else:
+            shared.append([(replica, w)])
+    return [
+        {
+            **_dot(axis, fmean(w for _, w in ws), ", ".join(_runs(sorted(replica for replica, _ in ws)))),
+            "title": ", ".join(f"replica {replica}: w = {number(w)}" for replica, w in sorted(ws)),
+        }
+        for ws in shared
+    ]
+
+
+def _runs(indices: Sequence[int]) -> list[str]:
+    """Texts of 0, 2, 3, 4: 0, and one for 2 to 4."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return [part for run in runs for part in ([f"{run[0]}\N{EN DASH}{run[-1]}"] if len(run) > 2 else map(str, run))]
+
+
+def _dot(axis: Axis, value: float, text: str = "") -> dict[str, Any]:
+    half = 9 + 3.25 * (len(text) - 1) if text else 6
+    return {"x": axis.place(value), "text": text, "half": half, "title": f"w = {number(value)}"}
 
 
 def _form(texts: Mapping[str, str]) -> dict[str, Any]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from ..errors import InputError
-from ..explain.tokens import LOOPS, TokenWeights, token_weights
+from ..explain.tokens import LOOPS, LoopResult, TokenWeights, token_weights
 from ..units import count
 from .fields import Grid, real, whole
-from .view import Values, View, short
+from .view import TIMES, Values, View, short
 
+LOSSES = "2,4"
+"""Of the default counts; left out where these have another shape."""
 OCTAVES = 4
 """A bar is full at 2^4 times the exact weight, or 1 / 2^4 of it."""
 HALF = 36
@@ -23,17 +25,39 @@ def answer(values: Values, texts: Mapping[str, str]) -> dict[str, Any]:
     """What each loop does with the group, with a bar for each microbatch."""
     if values["counts"] is None:
         raise InputError.of("counts", "", "one number or more", "write for example 512,1536")
-    weights = token_weights(values["counts"], values["losses"])
+    counts, losses = values["counts"], values["losses"]
+    left_out = texts.get("losses", LOSSES) == LOSSES and losses is not None and _shape(losses) != _shape(counts)
+    weights = token_weights(counts, None if left_out else losses)
     places = [(d, a) for d in range(weights.counts.replicas) for a in range(weights.counts.microbatches)]
     return {
         "weights": weights,
         "loops": list(zip(LOOPS, weights.loops, strict=True)),
         "rows": [_row(weights, d, a) for d, a in places],
         "half": HALF,
+        "ranges": [_range(loop) for loop in weights.loops],
         "summary": _summary(weights),
-        "notes": _notes(weights),
+        "brief": _brief(weights),
+        "notes": [*_notes(weights), *([f"The mean losses {LOSSES} are left out: they have another shape."] * left_out)],
         "show_loss": weights.losses is not None or any(loop.loss_is_nan for loop in weights.loops),
     }
+
+
+def _shape(rows: Sequence[Sequence[object]]) -> list[int]:
+    return [len(row) for row in rows]
+
+
+def _range(loop: LoopResult) -> tuple[Fraction, Fraction]:
+    """The least and the most that a token weighs, as multiples of its exact weight."""
+    ratios = [ratio for row in loop.ratios for ratio in row if ratio is not None]
+    return min(ratios), max(ratios)
+
+
+def _brief(weights: TokenWeights) -> str:
+    """One line of a small screen."""
+    low, high = _range(weights.loops[1])
+    if low == high == 1:
+        return "mean of means: exact here"
+    return f"mean of means: {short(low)}{TIMES} to {short(high)}{TIMES}"
 
 
 def _row(weights: TokenWeights, d: int, a: int) -> dict[str, Any]:
@@ -96,7 +120,7 @@ VIEW = View(
     fields=(
         Grid("counts", "Tokens of each microbatch", "512,1536", "Commas between microbatches, spaces between replicas.",
              number=whole, expected="whole numbers"),
-        Grid("losses", "Mean loss of each microbatch", "2,4", "In the same shape; leave it empty to do without.",
+        Grid("losses", "Mean loss of each microbatch", LOSSES, "In the same shape; leave it empty to do without.",
              number=real, expected="numbers"),
     ),
     answer=answer,

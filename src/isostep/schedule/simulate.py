@@ -76,6 +76,12 @@ class Simulation:
         kinds = (np.bincount(self.times.kinds[self.times.rank(r)], minlength=1) for r in range(self.schedule.stages))
         return tuple(float(counts @ self.times.durations[: len(counts)]) for counts in kinds)
 
+    @cached_property
+    def busiest(self) -> tuple[int, ...]:
+        """The ranks with the most work; if it is one, the others wait for it."""
+        most = max(self.busy)
+        return tuple(rank for rank, work in enumerate(self.busy) if work >= most * (1 - 1e-9))
+
     @property
     def busy_share(self) -> float:
         """Work of all ranks / (P * makespan); 0 where nothing takes any time."""
