@@ -46,6 +46,7 @@ def test_verify_passes_and_writes_its_document(tmp_path: Path) -> None:
     assert document["control"]["factor"] == document["control"]["gradient_error"]["max"] / 1e-12
 
 
+@pytest.mark.grid
 def test_verify_json_alone_on_stdout() -> None:
     finished = run("verify", "--procs", "1", "--examples-per-microbatch", "5", "--json", "-")
     assert json.loads(finished.stdout)["passed"] is True
@@ -58,7 +59,7 @@ def test_verify_undertorchrun() -> None:
     assert finished.stdout.count("passed: 2 of 2 layouts") == 1
 
 
-@pytest.mark.parametrize("seconds", [2.0, 3.0])
+@pytest.mark.parametrize("seconds", [2.0, pytest.param(3.0, marks=pytest.mark.grid)])
 def test_interrupt_while_workers_start_is_one_line(tmp_path: Path, seconds: float) -> None:
     """Whatever is being imported, and wherever, when the user changes their mind."""
     marker = f"start-{tmp_path.name}"
