@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from isostep import Updater, causal_lm, groups
+from isostep import InputError, Updater, causal_lm, groups
 from isostep.distributed.pipeline import Runtime
 from isostep.distributed.stages import StagedComm, StagedModel
 from isostep.models.decoder import Decoder, DecoderConfig
@@ -243,6 +243,10 @@ def empty_then_full(_: Any) -> list[str]:
     ids = torch.arange(6)[None]
     nothing = {"input_ids": ids, "labels": torch.full_like(ids, -100)}
     statuses = [updater.update([nothing, nothing]).status, updater.update([{"input_ids": ids, "labels": ids}]).status]
+    with pytest.raises(InputError, match="none beside a StagedModel"):
+        updater.evaluate([nothing], model=model)
+    with pytest.raises(InputError, match="a model in one piece"):
+        updater.largest_microbatch([nothing], at_most=4)
     let_go(staged)
     return statuses
 

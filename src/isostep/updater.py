@@ -200,6 +200,8 @@ class Updater:
         """
         if examples_per_microbatch < 1:
             raise InputError.of("examples_per_microbatch", examples_per_microbatch, "1 or more", "give a size")
+        if model is not None and self._engine.stages is not None:
+            raise InputError.of("model", "another one", "none beside a StagedModel", "evaluate the trained one")
         if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
             size = max(1, min(examples_per_microbatch, len(data)))
             share = partial(self._shared_out, data, collate)
@@ -220,6 +222,8 @@ class Updater:
 
         See `fitting.largest_microbatch`. Afterwards everything is as if it had not been called.
         """
+        if self._engine.stages is not None:
+            raise InputError.of("largest_microbatch", "a StagedModel", "a model in one piece", "choose a size yourself")
         return largest_microbatch(
             self._engine, data, at_most=at_most, lengths=lengths, collate=collate, fraction=fraction
         )

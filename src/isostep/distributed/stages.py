@@ -99,11 +99,6 @@ class StagedModel(nn.Module):
         return dist.get_world_size(self.world) // self.stages
 
     @property
-    def has_first(self) -> bool:
-        """Whether this rank holds the first layers."""
-        return 0 in self._chunks
-
-    @property
     def has_last(self) -> bool:
         """Whether this rank holds the last layers, and so the loss."""
         return len(self.rank_of) - 1 in self._chunks
@@ -126,43 +121,46 @@ class StagedModel(nn.Module):
         """See `engine.Stages.run`."""
         if not batches:
             return
-        schedule = self.schedule(len(batches))
-        filler = schedule.num_microbatches - len(batches)
-        inputs = [self.inputs(batch) for batch in (*batches, *[batches[-1]] * filler)]
-        shapes = [self._shapes.of(each) for each in inputs]
+        inputs, stages, schedule = self._begin(batches, before_forward, precision, trains=True)
 
         def loss_of(outputs: Any, batch: Batch) -> Tensor:
             return outputs.sum() * 0.0 if batch is _FILLER else loss(outputs, batch)
 
-        for index, chunk in self._chunks.items():
-            chunk.begin(
-                lambda k: before_forward(k) if k < len(batches) else None,
-                precision,
-                [each[index + 1][1] for each in shapes],
-            )
-        stages = self._prepared(shapes, trains=True)
-        runtime = Runtime(stages, schedule, loss_of)
         for stage in stages:
             stage.after_backward = after_backward
-        runtime.run(inputs, [*batches, *[_FILLER] * filler], self.peers)
+        targets = [*batches, *[_FILLER] * (len(inputs) - len(batches))]
+        Runtime(stages, schedule, loss_of).run(inputs, targets, self.peers)
         for stage in stages:
             stage.clear_runtime_states()
 
     def evaluated(self, batches: Sequence[Batch], precision: Callable[[], AbstractContextManager[Any]]) -> list[Any]:
         """See `engine.Stages.evaluated`."""
-        schedule = self.schedule(len(batches))
-        filler = schedule.num_microbatches - len(batches)
-        inputs = [self.inputs(batch) for batch in (*batches, *[batches[-1]] * filler)]
-        shapes = [self._shapes.of(each) for each in inputs]
-        for index, chunk in self._chunks.items():
-            chunk.begin(lambda _: None, precision, [each[index + 1][1] for each in shapes])
-        stages = self._prepared(shapes, trains=False)
+        inputs, stages, schedule = self._begin(batches, lambda _: None, precision, trains=False)
         outputs = Runtime(stages, schedule, None).run(inputs, None, self.peers)
         for stage in stages:
             stage.clear_runtime_states()
         return outputs[: len(batches)] if self.has_last else [None] * len(batches)
 
-    def _prepared(self, shapes: Sequence[Sequence[Shape]], trains: bool) -> list[Stage]:
+    def _begin(
+        self,
+        batches: Sequence[Batch],
+        before_forward: Callable[[int], None],
+        precision: Callable[[], AbstractContextManager[Any]],
+        *,
+        trains: bool,
+    ) -> tuple[list[Tensor], list[Stage], Schedule]:
+        """What enters the first chunk, filler included; this rank's stages, with room for transfers; the order."""
+        schedule = self.schedule(len(batches))
+        filler = schedule.num_microbatches - len(batches)
+        inputs = [self.inputs(batch) for batch in (*batches, *[batches[-1]] * filler)]
+        shapes = [self._shapes.of(each) for each in inputs]
+
+        def before(index: int) -> None:
+            if index < len(batches):
+                before_forward(index)
+
+        for index, chunk in self._chunks.items():
+            chunk.begin(before, precision, [each[index + 1][1] for each in shapes])
         device = next(self.parameters()).device
         if self._stages is None:
             self._stages = [
@@ -171,7 +169,7 @@ class StagedModel(nn.Module):
         for stage in self._stages:
             k = stage.stage_index
             stage.prepare([each[k] for each in shapes], [each[k + 1] for each in shapes], trains)
-        return self._stages
+        return inputs, self._stages, schedule
 
     def _groups(
         self, ranks: Sequence[int]
