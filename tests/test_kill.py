@@ -117,8 +117,8 @@ def killed(data: Path, folder: Path, replicas: list[int], kills: int, seed: int,
 
 
 @pytest.mark.timeout(240)
-def test_a_kill_loses_nothing(data: Path, tmp_path: Path) -> None:
-    killed(data, tmp_path / "killed", [2], 1, seed=5)
+def test_two_kills_lose_nothing(data: Path, tmp_path: Path) -> None:
+    killed(data, tmp_path / "killed", [2], 2, seed=5)
     assert run(*arguments(data, tmp_path / "whole", 2)).returncode == 0
     assert same_bits(tmp_path / "killed", tmp_path / "whole")
 
