@@ -91,11 +91,9 @@ class _Known:
         return self._values
 
 
-class Solo:
-    """One replica: its own sums are the group's."""
+class InOnePiece:
+    """What `Comm` asks of a rank that is a whole replica."""
 
-    replica = rank = 0
-    replicas = size = 1
     counts = scores = True
 
     def name(self, rank: int) -> str:
@@ -106,6 +104,13 @@ class Solo:
 
     def agreed(self, fine: bool) -> bool:
         return fine
+
+
+class Solo(InOnePiece):
+    """One replica: its own sums are the group's."""
+
+    replica = rank = 0
+    replicas = size = 1
 
     def sum(self, phase: str, host: Sequence[float], device: Tensor | None = None) -> Pending:
         return _Known(host, device)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from ..comm import Comm, Solo
+from ..comm import Comm, InOnePiece, Solo
 from ..errors import InputError, PeerLostError, of_system
 from ..gradients import GradientSums
 from ..units import all_equal, marks
@@ -100,7 +100,7 @@ def unwrap(model: DistributedDataParallel) -> nn.Module:
     return model.module
 
 
-class ProcessGroupComm:
+class ProcessGroupComm(InOnePiece):
     """The replicas are the ranks of one process group.
 
     Small vectors travel on the CPU where the group has a backend for it, else on the model's device.
@@ -110,7 +110,6 @@ class ProcessGroupComm:
         _end_quietly()
         self.replica = self.rank = dist.get_rank(group)
         self.replicas = self.size = dist.get_world_size(group)
-        self.counts = self.scores = True
         self._group_if_alive = weakref.ref(group)
         backends = dist.get_backend_config(group)
         self._vector_device = torch.device("cpu") if "cpu:" in backends else device
@@ -154,15 +153,6 @@ class ProcessGroupComm:
 
     def reduce(self, gradients: GradientSums, backward: Callable[[], None] | None, present: Sequence[bool]) -> None:
         self._reducer.reduce(self._group, gradients, backward, present, self._wait_for("reduce", self._device))
-
-    def name(self, rank: int) -> str:
-        return f"replica {rank}"
-
-    def everywhere(self, squares: Sequence[float | None]) -> list[float]:
-        return [square or 0.0 for square in squares]
-
-    def agreed(self, fine: bool) -> bool:
-        return fine
 
     def gather(self, value: Any) -> list[Any]:
         with self._peers("report"):

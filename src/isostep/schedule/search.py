@@ -67,7 +67,7 @@ def auto(
             schedule = generate(name, stages, num_microbatches)
         except InputError:
             continue  # this one does not exist for these sizes
-        search.consider(schedule, name)
+        search.consider(schedule, search.costs_of(schedule), name)
         if name not in ("gpipe", "looped-bfs", "interleaved-1f1b"):
             bases.append((schedule, f"{name}, weights placed"))
     for schedule, origin in bases:
@@ -96,14 +96,18 @@ class _Search:
         self.costs = costs
         self.progress = progress
         self.best: Simulation | None = None
+        self.best_value = (float("inf"), float("inf"))
         self.origin = ""
         self.tried = 0
         self.work = 0
         self.least_memory = float("inf")
 
-    def consider(self, schedule: Schedule, origin: str) -> tuple[float, float] | None:
+    def costs_of(self, schedule: Schedule) -> Costs:
+        """What this machine and model cost under a schedule, whatever the order of its actions."""
+        return Costs.of_stages(schedule, **self.costs)
+
+    def consider(self, schedule: Schedule, costs: Costs, origin: str) -> tuple[float, float] | None:
         """Simulates an order and keeps it if it is the best that fits. Returns its value, None if it does not fit."""
-        costs = Costs.of_stages(schedule, **self.costs)
         simulation = simulate(replace(schedule, name="auto"), costs)
         self.tried += 1
         self.progress(self.tried)
@@ -112,30 +116,30 @@ class _Search:
         if peak > self.memory_limit * (1 + ROUNDING):
             return None
         value = self._value(simulation)
-        if self.best is None or value < self._value(self.best):
-            self.best, self.origin = simulation, origin
+        if self.best is None or value < self.best_value:
+            self.best, self.best_value, self.origin = simulation, value, origin
         return value
 
     def place(self, schedule: Schedule, origin: str) -> tuple[float, float] | None:
         """Considers an order of forwards and input backwards with its weight backwards placed by every rule."""
-        costs = Costs.of_stages(schedule, **self.costs)
+        costs = self.costs_of(schedule)
         values = []
         for rule in RULES:
             self.work += schedule.size
             placed = with_weights(schedule, costs, self.memory_limit, rule)
-            values.append(None if placed is None else self.consider(placed, origin))
+            values.append(None if placed is None else self.consider(placed, costs, origin))
         return min((value for value in values if value is not None), default=None)
 
     def warm_up(self, stages: int, num_microbatches: int) -> None:
         """Orders of one chunk a rank: the warm-up that fills the wait for the first backward, then improved."""
         plain = generate("1f1b", stages, num_microbatches)
-        costs = Costs.of_stages(plain, **self.costs)
+        costs = self.costs_of(plain)
 
         def value_of(counts: tuple[int, ...]) -> tuple[float, float] | None:
             return self.place(order_with_warm_up(plain, counts), "one chunk, warm-up and weights placed")
 
         alone = (1,) * stages
-        self.consider(order_with_warm_up(plain, alone), "one microbatch at a time")
+        self.consider(order_with_warm_up(plain, alone), costs, "one microbatch at a time")
         starts = {alone} | {_filling(plain, costs, self.memory_limit, overfull) for overfull in (False, True)}
         starts.add(tuple(range(stages, 0, -1)))
         values = {counts: value_of(counts) for counts in sorted(starts)}
