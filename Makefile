@@ -1,10 +1,12 @@
 # Every target does its own set-up: a virtual environment in .venv with pinned requirements.
 PYTHON ?= python3
 RUN_DIR ?= runs/default
+TORCH_VERSIONS ?= 2.11.0 2.13.0 2.15.0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test test-all test-peers lint bench clean
+.PHONY: train test test-all test-peers test-torch lint bench clean
+.PRECIOUS: .venv-torch-%/ready
 
 train: .venv/run  ## train the built-in decoder on the embedded functions with 2 workers
 	$(BIN)/isostep train examples/run.toml --run-dir $(RUN_DIR)
@@ -18,6 +20,11 @@ test-all: .venv/dev  ## everything, the full grids included
 test-peers: .venv-peers/ready  ## the audit on real libraries: transformers, accelerate, lightning, trl
 	.venv-peers/bin/pytest tests/peers
 
+test-torch: $(TORCH_VERSIONS:%=test-torch-%)  ## pipeline stages on each torch; 5 GB each where only a CUDA build exists
+
+test-torch-%: .venv-torch-%/ready
+	.venv-torch-$*/bin/pytest -m "not grid" tests/test_stages.py tests/test_schedule_torch.py tests/test_stages_faults.py
+
 lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -30,7 +37,7 @@ bench: .venv/dev  ## prints the tables of benchmarks/README.md
 	$(BIN)/python benchmarks/lab.py
 
 clean:
-	rm -rf .venv .venv-peers build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peers .venv-torch-* build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
 
 .venv/run: requirements.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -46,4 +53,12 @@ clean:
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-peers.txt
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+	touch $@
+
+.venv-torch-%/ready: requirements.txt requirements-dev.txt pyproject.toml
+	test -x .venv-torch-$*/bin/python || $(PYTHON) -m venv .venv-torch-$*
+	sed -e '/^torch==/d' -e '/^setuptools==/d' -e '/^-r/d' requirements.txt requirements-dev.txt > .venv-torch-$*/pins.txt
+	.venv-torch-$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-torch-$*/pins.txt \
+		torch==$* 'setuptools>=77' numpy pydantic rich pytest pytest-timeout
+	.venv-torch-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
 	touch $@

@@ -14,7 +14,7 @@ from torch import nn
 from isostep import InputError, IsostepError, Updater, groups, mse
 from isostep.distributed import checkpoint as module
 from isostep.distributed.checkpoint import CheckpointWriter, folder_of, load_tensors, manifest_of
-from isostep.recipe.state import capture, restore
+from isostep.recipe.state import Held, capture, restore
 from pool import Pool
 
 
@@ -59,7 +59,7 @@ def _resumed(group: Any, kind: str, folder: str, with_state: bool) -> tuple[list
     _run(updater, 6)
     model, optimizers, updater = _training(kind, group)
     _run(updater, 3)
-    tensors, state = capture({"model": model}, optimizers, updater)
+    tensors, state = capture(Held.whole({"model": model}), optimizers, updater)
     announced: list[str] = []
     writer = CheckpointWriter(Path(folder), 2, group, lambda after, path, digest: announced.append(path))
     writer.start(tensors, {"state": state}, 3)
@@ -71,7 +71,7 @@ def _resumed(group: Any, kind: str, folder: str, with_state: bool) -> tuple[list
     tensors = load_tensors(path, torch.device("cpu"), group)
     if not with_state:
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer.")}
-    restore({"model": model}, optimizers, updater, tensors, document)
+    restore(Held.whole({"model": model}), optimizers, updater, tensors, document)
     assert updater.totals.attempted == 3
     _run(updater, 6)
     return [p.detach().clone() for p in whole.parameters()], [p.detach().clone() for p in model.parameters()], announced
@@ -181,7 +181,7 @@ def _foreign(group: Any) -> list[str]:
     """Messages of restoring another model, another optimizer, and a checkpoint that lacks a tensor."""
     model, optimizers, updater = _training("adamw", group)
     _run(updater, 2)
-    tensors, state = capture({"model": model}, optimizers, updater)
+    tensors, state = capture(Held.whole({"model": model}), optimizers, updater)
     messages = []
     wide = _model(5)
     wide_optimizers = OPTIMIZERS["adamw"](wide)
@@ -193,7 +193,7 @@ def _foreign(group: Any) -> list[str]:
     ]
     for modules, foreign_optimizers, foreign_updater, held in cases:
         try:
-            restore(modules, foreign_optimizers, foreign_updater, dict(held), json.loads(json.dumps(state)))
+            restore(Held.whole(modules), foreign_optimizers, foreign_updater, dict(held), json.loads(json.dumps(state)))
         except InputError as error:
             messages.append(str(error))
     return messages

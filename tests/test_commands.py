@@ -29,11 +29,12 @@ def test_verify_passes_and_writes_its_document(tmp_path: Path) -> None:
     assert document["schema"] == 1
     assert document["passed"] is True
     assert document["tolerance"] == 1e-12
+    whole = {"stages": 1, "schedule": None}
     assert [entry["layout"] for entry in document["layouts"]] == [
-        {"examples_per_microbatch": 1, "accumulate": 13, "replicas": 1},
-        {"examples_per_microbatch": 4, "accumulate": 4, "replicas": 1},
-        {"examples_per_microbatch": 1, "accumulate": 7, "replicas": 2},
-        {"examples_per_microbatch": 4, "accumulate": 2, "replicas": 2},
+        {"examples_per_microbatch": 1, "accumulate": 13, "replicas": 1, **whole},
+        {"examples_per_microbatch": 4, "accumulate": 4, "replicas": 1, **whole},
+        {"examples_per_microbatch": 1, "accumulate": 7, "replicas": 2, **whole},
+        {"examples_per_microbatch": 4, "accumulate": 2, "replicas": 2, **whole},
     ]
     for entry in document["layouts"]:
         assert entry["ok"] is True

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from isostep import InputError
 from isostep.cli import main
-from isostep.config import EXCLUSIVE, Config, expected_of, hash_of, keys, load
+from isostep.config import EXCLUSIVE, Config, PipelineSchedule, expected_of, hash_of, keys, load
 from isostep.config_page import reference
+from isostep.schedule.generate import NAMES
 
 KEYS: list[tuple[str, Any, str]] = [
     ("update.examples_per_update", 64, "32"),
@@ -19,6 +21,9 @@ KEYS: list[tuple[str, Any, str]] = [
     ("update.last_group", "keep", "drop"),
     ("update.seed", 0, "1"),
     ("layout.replicas", None, "2"),
+    ("layout.stages", 1, "2"),
+    ("layout.schedule", "1f1b", "zb-v"),
+    ("layout.chunks", None, "3"),
     ("layout.tokens_per_microbatch", 4096, "2048"),
     ("layout.examples_per_microbatch", None, "auto"),
     ("layout.overlap", True, "false"),
@@ -55,6 +60,7 @@ KEYS: list[tuple[str, Any, str]] = [
     ("run.purpose", "trial", "accepted"),
     ("run.track", (), "wandb"),
     ("run.x_axis", "updates", "examples"),
+    ("run.timeline", False, "true"),
     ("run.timeout", 300.0, "60"),
     ("run.grace", 15.0, "0"),
     ("quality.axis", "supervised_tokens", "updates"),
@@ -84,6 +90,23 @@ def written(folder: Path, text: str) -> str:
 
 def test_keys_and_defaults_are_these() -> None:
     assert [(key, value_of(Config(), key)) for key, _ in keys()] == [(key, default) for key, default, _ in KEYS]
+
+
+def test_schedules_are_those_that_can_be_generated() -> None:
+    assert get_args(PipelineSchedule) == NAMES
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ({"layout.activation_checkpointing": "[true]", "layout.stages": "2"}, "layout.activation_checkpointing"),
+        ({"layout.schedule": "zb-9"}, "layout.schedule"),
+        ({"layout.stages": "0"}, "layout.stages"),
+    ],
+)
+def test_layouts_of_stages_that_cannot_be(flags: dict[str, str], refused: str) -> None:
+    with pytest.raises(InputError, match=f"^{refused}: got "):
+        load(None, flags)
 
 
 def test_defaults_are_a_configuration() -> None:

@@ -32,9 +32,9 @@ EXAMPLES, PER_UPDATE, EPOCHS, UPDATES = 60, 4, 12, 160
 """The limit on updates lies within the last epoch."""
 
 
-def arguments(data: Path, folder: Path, replicas: int, *more: str) -> list[str]:
+def arguments(data: Path, folder: Path, procs: int, *more: str) -> list[str]:
     return [
-        "train", "--run-dir", str(folder), "--procs", str(replicas), "--data.source", str(data),
+        "train", "--run-dir", str(folder), "--procs", str(procs), "--data.source", str(data),
         "--model.context-length", "90", "--model.width", "32", "--model.depth", "2",
         "--update.examples-per-update", str(PER_UPDATE), "--layout.examples-per-microbatch", "1",
         "--run.epochs", str(EPOCHS), "--run.updates", str(UPDATES), "--checkpoint.every", "3", "--checkpoint.keep", "1",
@@ -104,14 +104,14 @@ def check_coverage(folder: Path) -> None:
     assert [update.attempted for update in updates_of(folder)] == list(range(1, UPDATES + 1))
 
 
-def killed(data: Path, folder: Path, replicas: list[int], kills: int, seed: int, *more: str) -> None:
-    """A run that is killed so many times, each time resumed with one of these numbers of replicas, to its end."""
+def killed(data: Path, folder: Path, procs: list[int], kills: int, seed: int, *more: str) -> None:
+    """A run that is killed so many times, each time resumed with one of these numbers of workers, to its end."""
     dice = random.Random(seed)
     for kill in range(kills):
-        command = arguments(data, folder, dice.choice(replicas), *more)
+        command = arguments(data, folder, dice.choice(procs), *more)
         kill_once(dice, command, folder, f"kill-{folder.name}-{seed}-{kill}", saving=kill % 3 == 2)
         check_announced(folder)
-    finished = run(*arguments(data, folder, dice.choice(replicas), *more))
+    finished = run(*arguments(data, folder, dice.choice(procs), *more))
     assert finished.returncode == 0, finished.stderr
     check_coverage(folder)
 
@@ -129,6 +129,16 @@ def test_two_kills_lose_nothing(data: Path, tmp_path: Path) -> None:
 def test_ten_kills_at_each_number_of_replicas(data: Path, tmp_path: Path, replicas: int) -> None:
     killed(data, tmp_path / "killed", [replicas], 10, seed=replicas)
     assert run(*arguments(data, tmp_path / "whole", replicas)).returncode == 0
+    assert same_bits(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("replicas", "schedule"), [(1, "1f1b"), (2, "zb-v")])
+def test_ten_kills_of_two_stages(data: Path, tmp_path: Path, replicas: int, schedule: str) -> None:
+    stages = ("--layout.stages", "2", "--layout.schedule", schedule)
+    killed(data, tmp_path / "killed", [2 * replicas], 10, replicas, *stages)
+    assert run(*arguments(data, tmp_path / "whole", 2 * replicas, *stages)).returncode == 0
     assert same_bits(tmp_path / "killed", tmp_path / "whole")
 
 

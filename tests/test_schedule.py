@@ -259,6 +259,46 @@ def test_recomputing_takes_a_forward_more_and_holds_less() -> None:
     assert again.peak_in_flight == kept.peak_in_flight
 
 
+def test_chunks_recompute_each_for_itself() -> None:
+    """By hand: rank 0 has B0 from 5 to 8 and B1 to 11; rank 1 keeps its activations and runs B0 from 3 to 5."""
+    mixed = run("gpipe", 2, 2, None, 1, 1, 1, recompute=[0.25, None])
+    assert mixed.makespan == 11
+    assert mixed.in_flight(0) == [(0, 0.25), (1, 0.5), (2, 0.5), (5, 1.25), (8, 1), (11, 0)]
+    assert mixed.in_flight(1) == [(0, 0), (1, 1), (2, 2), (3, 2), (5, 1), (7, 0)]
+    assert mixed.peak_memory == (1.25, 2)
+    other = run("gpipe", 2, 2, None, 1, 1, 1, recompute=[None, 0.25])
+    assert (other.makespan, other.peak_memory) == (11, (2, 1.25))
+    assert run("gpipe", 2, 2, None, 1, 1, 1).makespan == 9
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recomputing_chunks_are_those_of_the_plain_walk(name: str) -> None:
+    schedule = generate(name, 3, 6)
+    chunks = range(schedule.num_chunks)
+    forward, inputs, weights = [1 + k / 8 for k in chunks], [2 - k / 8 for k in chunks], [0.5 + k / 4 for k in chunks]
+    again = [f if k % 2 else 0.0 for k, f in enumerate(forward)]
+    held_back = [b + f for b, f in zip(inputs, again, strict=True)]
+    full = [b + w for b, w in zip(held_back, weights, strict=True)]
+    orders = [[tuple(action) for action in schedule.actions(rank)] for rank in range(3)]
+    durations = {"F": forward, "B": full, "I": held_back, "W": weights}
+    transfer = [0.25] * (schedule.num_chunks - 1)
+    expected = walk(orders, schedule.rank_of, durations, transfer, 0, schedule.overlapped)
+    recompute = [0.1 if k % 2 else None for k in chunks]
+    found = simulate(schedule, Costs.of(schedule, forward, inputs, weights, 0.25, recompute=recompute))
+    assert times_of(found) == [sorted(spans) for spans in expected]
+    plain = simulate(schedule, Costs.of(schedule, forward, inputs, weights, 0.25))
+    assert times_of(plain) != times_of(found)
+
+
+def test_stages_recompute_with_all_of_their_chunks() -> None:
+    schedule = generate("interleaved-1f1b", 2, 4)
+    assert Costs.of_stages(schedule, recompute=[0.5, None]).recompute == (0.5, 0.5, None, None)
+    assert Costs.of_stages(schedule, recompute=0.5).recompute == (0.5,) * 4
+    assert Costs.of_stages(schedule).recompute == (None,) * 4
+    with pytest.raises(InputError, match=r"^recompute: got '4 numbers', expected 1 number, or 2: one for each stage"):
+        Costs.of_stages(schedule, recompute=[0.5] * 4)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_curve_starts_and_ends_at_nothing_and_has_the_peak(name: str) -> None:
     found = run(name, 3, 6)
@@ -292,6 +332,8 @@ def test_costs_of_stages_are_one_model_for_every_schedule() -> None:
         ({"forward": math.inf}, "forward: got inf"),
         ({"weight_share": 1.5}, "weight-share: got 1.5"),
         ({"recompute": -0.1}, "recompute: got -0.1"),
+        ({"recompute": [0.5, None, math.nan]}, "recompute: got nan, expected a share from 0 to 1"),
+        ({"recompute": [0.5, None]}, "recompute: got '2 numbers', expected 1 number, or 3: one for each chunk"),
     ],
 )
 def test_bad_costs_are_one_line(costs: dict[str, Any], named: str) -> None:

@@ -69,6 +69,8 @@ def torch_reads(path: Path, schedule: Schedule) -> Any:
     runtime.pipeline_order, runtime._stages = {}, []
     runtime.pp_group_size, runtime._num_stages = schedule.stages, schedule.num_chunks
     runtime._n_microbatches, runtime._defer_pp_recv = schedule.num_microbatches, False
+    runtime._max_active_stages, runtime._unshard_lookahead = 3, "full"  # torch 2.15: these and the next
+    runtime._defer_reduce_grad_wait, runtime._max_outstanding_sends = False, None
     runtime._load_csv(str(path))
     return runtime
 

@@ -151,6 +151,28 @@ def test_the_memory_limit_is_a_finding(capsys: pytest.CaptureFixture[str]) -> No
     assert run(capsys, "--schedule", "gpipe", *SIZES, "--memory-limit", "7", "--recompute")[0] == 0
 
 
+@pytest.mark.parametrize(("given", "shares"), [("0.5,none,0,-", [0.5, None, 0.0, None]), ("none", None), ("1", 1.0)])
+def test_recompute_is_for_all_or_for_each_chunk(given: str, shares: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *SIZES, "--recompute", given, "--json", "-")
+    assert code == 0
+    assert json.loads(out) == simulated("1f1b", recompute=shares).document()
+    for schedule in ("zb-v", "auto", "all"):
+        whole = ["--whole-stages"] if schedule == "zb-v" else []
+        code, _, err = run(capsys, "--schedule", schedule, *SIZES, "--recompute", given, *whole)
+        assert (code, err) == (0, "")
+
+
+def test_recompute_says_where_it_is_on(capsys: pytest.CaptureFixture[str]) -> None:
+    mixed = " ".join(run(capsys, *SIZES, "--recompute", "0.5,none,0,-")[1].split())
+    assert "recompute on 2 of 4 chunks, 0.0 % to 50.0 % kept" in mixed
+    assert "recompute, 50.0 % kept" in run(capsys, *SIZES, "--recompute", "0.5")[1]
+    assert "recompute" not in run(capsys, *SIZES)[1]
+    for given, words in (("1,2", "got '2', expected a share from 0 to 1"), ("1,none", "expected 1 number, or 4: one")):
+        code, out, err = run(capsys, *SIZES, "--recompute", given)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert words in err
+
+
 def test_auto_is_never_worse_than_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     costs = ["--forward", "1,2,1,1", "--memory-limit", "4"]
     code, out, _ = run(capsys, "--schedule", "auto", *SIZES, *costs, "--json", "-")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import os
 import signal
 import subprocess
@@ -243,16 +245,83 @@ def empty_then_full(_: Any) -> list[str]:
     ids = torch.arange(6)[None]
     nothing = {"input_ids": ids, "labels": torch.full_like(ids, -100)}
     statuses = [updater.update([nothing, nothing]).status, updater.update([{"input_ids": ids, "labels": ids}]).status]
-    with pytest.raises(InputError, match="none beside a StagedModel"):
-        updater.evaluate([nothing], model=model)
-    with pytest.raises(InputError, match="a model in one piece"):
-        updater.largest_microbatch([nothing], at_most=4)
     let_go(staged)
     return statuses
 
 
 def test_an_empty_group_and_fewer_microbatches_than_stages(pair: Pool) -> None:
     assert pair.run(2, empty_then_full) == [["empty", "applied"]] * 2
+
+
+def evaluated_instead(_: Any) -> list[float | None]:
+    """Losses of the trained weights, of others in their place, and of the trained ones again."""
+    staged = StagedModel(build(2, tied=False).as_layers(), stages=2)
+    updater = Updater(staged, torch.optim.SGD(staged.parameters(), lr=0.1), causal_lm)
+    other = copy.deepcopy(staged.layers)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+    examples = build_examples(6, 0)
+    losses = [updater.evaluate(examples, model=model).loss for model in (None, other, None)]
+    with pytest.raises(InputError, match="in their shapes"):
+        updater.evaluate(examples, model=torch.nn.Linear(2, 2))
+    let_go(staged)
+    return losses
+
+
+def test_other_weights_are_evaluated_in_place_of_the_trained_ones(pair: Pool) -> None:
+    trained_loss, other_loss, again = pair.run(2, evaluated_instead)[1]
+    assert trained_loss == again != other_loss
+
+
+class Roomy(torch.nn.Module):
+    """A layer that has room for so many examples in all forwards whose backward is to come."""
+
+    def __init__(self, room: float) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16, dtype=torch.float64)
+        self.room, self.held = room, 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.is_meta:
+            return self.linear(hidden)
+        if self.held + len(hidden) > self.room:
+            self.held = 0
+            raise torch.OutOfMemoryError("simulated")
+        self.held += len(hidden)
+        outputs = self.linear(hidden)
+        outputs.register_hook(lambda _: self._free(len(hidden)))
+        return outputs
+
+    def _free(self, examples: int) -> None:
+        self.held -= examples
+
+
+def largest(_: Any, schedule: str, room: tuple[float, float]) -> int:
+    """The largest microbatch for stages with such layers, of a group of 12; the group runs in it."""
+    layers = build(2, tied=False).as_layers()
+    layers = [layers[0], layers[1], Roomy(room[0]), layers[2], Roomy(room[1]), layers[3]]
+    staged = StagedModel(layers, stages=2, schedule=schedule, costs=[1] * 6)
+    updater = Updater(staged, torch.optim.SGD(staged.parameters(), lr=0.1), causal_lm)
+    examples = build_examples(12, 0)
+    size = updater.largest_microbatch(examples, at_most=12)
+    plan = groups(examples, examples_per_update=12, examples_per_microbatch=size)
+    assert updater.update(next(iter(plan))).status == "applied"
+    let_go(staged)
+    return size
+
+
+@pytest.mark.parametrize(
+    ("schedule", "room", "expected"),
+    [
+        ("1f1b", (10, math.inf), 5),  # stage 0 holds two
+        ("1f1b", (math.inf, 5), 5),  # stage 1 holds one
+        ("gpipe", (12, math.inf), 12),  # it holds all of them, however many
+        ("1f1b", (math.inf, math.inf), 12),
+    ],
+)
+def test_largest_microbatch_of_stages(pair: Pool, schedule: str, room: tuple[float, float], expected: int) -> None:
+    assert pair.run(2, largest, schedule, room) == [expected] * 2
 
 
 class Failing(torch.nn.Module):

@@ -54,6 +54,13 @@ class Comm(Protocol):
         """
         ...
 
+    def reduce_early(self, gradients: GradientSums) -> None:
+        """Where a replica is cut into stages: sum over replicas before the vote, while other stages are at work.
+
+        `reduce` does what is left.
+        """
+        ...
+
     def everywhere(self, squares: Sequence[float | None]) -> list[float]:
         """Per parameter its squared norm, wherever in the replica the parameter is; 0 where it has no gradient."""
         ...
@@ -98,6 +105,9 @@ class InOnePiece:
 
     def name(self, rank: int) -> str:
         return f"replica {rank}"
+
+    def reduce_early(self, gradients: GradientSums) -> None:
+        pass
 
     def everywhere(self, squares: Sequence[float | None]) -> list[float]:
         return [square or 0.0 for square in squares]

@@ -14,13 +14,19 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from .errors import InputError
+from .units import count
+
+PipelineSchedule = Literal[
+    "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "dualpipe-v"
+]
+"""The named schedules of `schedule.generate`, which a test compares."""
 
 
 class Section(BaseModel):
@@ -57,7 +63,16 @@ class Layout(Section):
     """HOW an update is split. Changes speed and memory, never the update."""
 
     replicas: int | None = Field(
-        default=None, gt=0, le=2**20, description="workers; --procs; default 1, or the launcher's"
+        default=None, gt=0, le=2**20, description="copies of the model; default 1, or --procs / stages"
+    )
+    stages: int = Field(
+        default=1, gt=0, le=2**12, description="parts that each replica is cut into, by measured cost; a worker each"
+    )
+    schedule: PipelineSchedule = Field(
+        default="1f1b", description="what runs when on the stages; `isostep simulate` compares them"
+    )
+    chunks: int | None = Field(
+        default=None, gt=0, le=2**10, description="parts of the model on each stage, where the schedule leaves a choice"
     )
     tokens_per_microbatch: int | None = Field(
         default=None, gt=0, le=2**62, description="budget of a microbatch, padding counted; 4096 without another"
@@ -66,8 +81,8 @@ class Layout(Section):
         default=None, description='the other budget of a microbatch; "auto" tries what fits'
     )
     overlap: bool = Field(default=True, description="reduce gradients during each replica's last backward")
-    activation_checkpointing: bool = Field(
-        default=False, description="recompute each block in backward instead of keeping it"
+    activation_checkpointing: bool | Annotated[tuple[bool, ...], Field(strict=False)] = Field(
+        default=False, description="recompute in backward instead of keeping; or for each stage"
     )
 
     @model_validator(mode="before")
@@ -80,6 +95,19 @@ class Layout(Section):
         if isinstance(self.examples_per_microbatch, int) and not 1 <= self.examples_per_microbatch <= 2**62:
             raise _bad("examples_per_microbatch", self.examples_per_microbatch, "1 to 2**62", "give such a size")
         return self
+
+    @model_validator(mode="after")
+    def _check_stages(self) -> Layout:
+        each = self.activation_checkpointing
+        if isinstance(each, tuple) and len(each) != self.stages:
+            expected = f"true, false, or one of them for each of {count(self.stages, 'stage')}"
+            raise _bad("activation_checkpointing", list(each), expected, "give as many")
+        return self
+
+    @property
+    def workers(self) -> int:
+        """Processes that train."""
+        return (self.replicas or 1) * self.stages
 
 
 class Precision(Section):
@@ -184,6 +212,7 @@ class Run(Section):
     x_axis: Literal["updates", "examples", "supervised_tokens"] = Field(
         default="updates", description="of tracked values"
     )
+    timeline: bool = Field(default=False, description="measure when each stage works and waits; --timeline")
     timeout: float = Field(default=300.0, gt=0, le=86400, description="seconds that any collective may take")
     grace: float = Field(
         default=15.0, ge=0, le=86400, description="seconds that a signal lets the update under way go on"
@@ -331,7 +360,7 @@ def _value_of(text: str, field: FieldInfo) -> Any:
         document = {}
     if document.keys() == {"x"}:
         return document["x"]
-    return [text] if "tuple" in str(field.annotation) else text
+    return [text] if get_origin(field.annotation) is tuple else text
 
 
 def _first_of(error: ValidationError) -> InputError:
@@ -395,6 +424,8 @@ def expected_of(field: FieldInfo) -> str:
         if annotation in names:
             return names[annotation]
         arguments = get_args(annotation)
+        if get_origin(annotation) is Annotated:
+            return words(arguments[0])
         if getattr(annotation, "__origin__", None) is Literal:
             return ", ".join(f'"{value}"' for value in arguments)
         if getattr(annotation, "__origin__", None) is tuple:

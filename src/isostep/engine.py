@@ -90,6 +90,19 @@ class Stages(Protocol):
         """
         ...
 
+    def alone(
+        self,
+        batches: Sequence[Batch],
+        precision: Callable[[], AbstractContextManager[Any]],
+        loss: Callable[[Outputs, Batch], Tensor],
+        after_backward: Callable[[], None],
+    ) -> None:
+        """Take the memory that `run` takes on this rank, without the other ranks.
+
+        What they would hand over is zeros, so that nobody waits for a rank whose memory runs out.
+        """
+        ...
+
     def evaluated(
         self, batches: Sequence[Batch], precision: Callable[[], AbstractContextManager[Any]]
     ) -> list[Outputs]:

@@ -57,9 +57,10 @@ def evaluate(
     replica if one failed, if they were given different data, sizes or models, and AbandonedError where the grace of a
     stop request was over on one.
     """
-    module = engine.model if model is None else model
+    module = engine.model if model is None or engine.stages is not None else model
     current, halvings = examples_per_microbatch, 0
-    with leaving(engine.comm):
+    instead = nullcontext() if model is None or engine.stages is None else in_place_of(engine.model, model)
+    with leaving(engine.comm), instead:
         while True:
             key = derive_key(size, current or 0, model is not None)
             outcome = _attempted(engine, module, share(current or 0), key)
@@ -136,9 +137,30 @@ def _forwards(
     source = iter(microbatches)
     while several := list(islice(source, AT_A_TIME)):
         batches = [to_device(microbatch.batch, engine.device) for microbatch in several]
-        with final(engine):  # ranks of one replica wait for each other
+        with final(engine, "in a stage"):  # ranks of one replica wait for each other
             outputs = engine.stages.evaluated(batches, engine.precision)
         yield from zip(several, batches, outputs, strict=True)
+
+
+@contextmanager
+def in_place_of(trained: nn.Module, other: nn.Module) -> Iterator[None]:
+    """The weights of another model of the same parameters in the trained one. Raises InputError where it has others."""
+    ours, theirs = list(trained.parameters()), list(other.parameters())
+    if [p.shape for p in ours] != [p.shape for p in theirs]:
+        raise InputError.of(
+            "model", f"{len(theirs)} parameters", f"the {len(ours)} of this rank's layers, in their shapes",
+            "give a copy of the staged model's `layers`",
+        )  # fmt: skip
+
+    def swap() -> None:
+        for p, q in zip(ours, theirs, strict=True):
+            p.data, q.data = q.data, p.data
+
+    swap()
+    try:
+        yield
+    finally:
+        swap()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from heapq import nlargest
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .comm import leaving
 from .data.groups import Collate
@@ -18,7 +19,7 @@ from .errors import InputError
 from .keeping import PutBack, untouched
 from .ledger import Counts
 from .memory import available_bytes, half, in_use_bytes, is_out_of_memory, peak_bytes, reset_peak
-from .objective import to_device
+from .objective import Batch, Outputs, to_device
 from .units import Coverage, all_equal, derive_key, marks
 from .update import backward, weighted_loss
 from .verdicts import raise_shared
@@ -31,12 +32,13 @@ def largest_microbatch(
 
     Sizes of 1, 2, 4, ... are tried with the longest examples of the data, then those between the last that fits and
     the first that does not. A try is what training does: two microbatches, since the second one finds the gradients
-    of the first in memory, and a step of the optimizers. Other memory of phases 4 and 5 is not tried.
+    of the first in memory, and a step of the optimizers. Other memory of phases 4 and 5 is not tried. A rank with some
+    of the stages tries what their schedule holds at most, for a group of `at_most` examples a replica.
 
     data: map-style, the same on every replica. lengths: tokens by id; by default `data.lengths`; without either,
         every example is read once and its longest entry taken for its length.
     fraction: of the memory that is available on a CPU, where no allocation fails before the kernel kills. It is
-        shared out among the replicas of this host, and a size is not tried where the peaks so far predict that a
+        shared out among the ranks of this host, and a size is not tried where the peaks so far predict that a
         replica would need more. On a device, only torch's own error says that a size does not fit.
 
     Afterwards parameters, buffers, gradients, optimizers and random generators are as before, and a new peak of
@@ -49,7 +51,7 @@ def largest_microbatch(
     with leaving(engine.comm), untouched(engine.model, engine.optimizers, engine.device) as put_back:
         with attempt.recording():
             ids = longest(data, at_most, lengths)
-        trial = _Trial(engine, data, ids, collate, budget, put_back)
+        trial = _Trial(engine, data, ids, at_most, collate, budget, put_back)
         size = search(trial.fits, len(ids)) if _agree(engine, attempt.error, ids, 0) else 0
     reset_peak(engine.device)
     return size or half(1)
@@ -100,11 +102,11 @@ class Budget:
 
     @classmethod
     def of(cls, engine: Engine, fraction: float) -> Budget:
-        """What is in use and this replica's share of what is available, before any replica tries anything."""
+        """What is in use and this rank's share of what is available, before any rank tries anything."""
         available = available_bytes()
         if engine.device.type != "cpu" or available is None:
             return cls()
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", engine.comm.replicas))
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", engine.comm.size))
         return cls(in_use_bytes(engine.device) + fraction * available / local)
 
     def allows(self, size: int) -> bool:
@@ -124,6 +126,7 @@ class _Trial:
     engine: Engine
     data: Any
     ids: list[int]
+    at_most: int
     collate: Collate
     budget: Budget
     put_back: PutBack
@@ -152,17 +155,29 @@ class _Trial:
         self._train(size)
         self.budget.peaks[size] = peak_bytes(device)
 
+    def _batch(self, size: int) -> Batch:
+        """The longest examples, so many."""
+        return to_device(self.collate([self.data[i] for i in self.ids[:size]]), self.engine.device)
+
     def _train(self, size: int) -> None:
-        """Two microbatches and a step. Denominators are 1: they do not change what is in memory."""
+        """Two microbatches, or those of a schedule, and a step. Denominators are 1: they change no memory."""
         engine = self.engine
         factors = tuple(term.coefficient for term in engine.objective.terms)
         counted = Counted(denominators={}, factors=factors, counts=Counts(), loss_scale=None)
-        batch = to_device(self.collate([self.data[i] for i in self.ids[:size]]), engine.device)
+        batch = self._batch(size)
+
+        def loss(outputs: Outputs, batch: Batch) -> Tensor:
+            return weighted_loss(engine.objective, counted, outputs, batch, Attempt())
+
         engine.gradients.begin()
-        for _ in range(2):
+        if engine.stages is not None:
+            whole, rest = divmod(self.at_most, size)
+            batches = [batch] * whole + ([self._batch(rest)] if rest else [])
+            engine.stages.alone(batches, engine.precision, loss, engine.gradients.part)
+        for _ in range(0 if engine.stages is not None else 2):
             with engine.precision():
                 outputs = engine.forward(engine.model, batch)
-            backward(weighted_loss(engine.objective, counted, outputs, batch, Attempt()))
+            backward(loss(outputs, batch))
             engine.gradients.part()
             del outputs
         engine.gradients.hand_over()

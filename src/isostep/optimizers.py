@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +12,18 @@ from . import config
 from .errors import InputError
 
 Parameters = list[nn.Parameter]
+Held = Callable[[nn.Parameter], bool] | None
 
 EPS = 1e-8
 """Of AdamW: what is added to the square root of the second moment."""
 _FUSED_DEVICES = frozenset({"cpu", "cuda"})
 
 
-def build_optimizers(model: nn.Module, settings: config.Optimizer) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: nn.Module, settings: config.Optimizer, held: Held = None) -> list[torch.optim.Optimizer]:
     """The optimizers of a model; each trainable parameter is in exactly one group of one of them.
+
+    held: whether this rank updates a parameter, where others of the replica update the rest. All ranks have the same
+    groups then, some of them without parameters.
 
     "adamw": AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), in one kernel where the device has it.
     "sgd": SGD with momentum. Its weight decay is torch's: added to the gradient, so that it goes through momentum.
@@ -33,16 +37,12 @@ def build_optimizers(model: nn.Module, settings: config.Optimizer) -> list[torch
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise InputError.of("model", "no trainable parameter", "one or more", "set requires_grad on some")
-    optimizers: list[torch.optim.Optimizer]
     if settings.name == "sgd":
-        optimizers = [
-            torch.optim.SGD(_groups(parameters, settings), lr=settings.learning_rate, momentum=settings.momentum)
-        ]
-    elif settings.name == "adamw":
-        optimizers = [_adamw(parameters, settings)]
-    else:
-        optimizers = _muon(parameters, block_matrices(model), settings)
-    return optimizers
+        groups = _groups(parameters, settings, held)
+        return [torch.optim.SGD(groups, lr=settings.learning_rate, momentum=settings.momentum)]
+    if settings.name == "adamw":
+        return [_adamw(parameters, settings, held)]
+    return _muon(parameters, block_matrices(model), settings, held)
 
 
 def set_learning_rate(optimizers: Sequence[torch.optim.Optimizer], learning_rate: float) -> None:
@@ -66,14 +66,16 @@ def block_matrices(model: nn.Module) -> Parameters:
     return [p for p in model.parameters() if p.requires_grad and p.dim() == 2 and id(p) in inside]
 
 
-def _muon(parameters: Parameters, matrices: Parameters, settings: config.Optimizer) -> list[torch.optim.Optimizer]:
+def _muon(
+    parameters: Parameters, matrices: Parameters, settings: config.Optimizer, held: Held
+) -> list[torch.optim.Optimizer]:
     if not matrices:
         raise InputError.of(
             "optimizer.name", "muon", "a model with matrices in the blocks of an nn.ModuleList",
             'use "adamw", or keep the blocks in an nn.ModuleList',
         )  # fmt: skip
     muon = torch.optim.Muon(
-        matrices,
+        [{"params": _of_this_rank(matrices, held)}],
         lr=settings.learning_rate,
         weight_decay=settings.weight_decay,
         momentum=settings.momentum,
@@ -81,14 +83,14 @@ def _muon(parameters: Parameters, matrices: Parameters, settings: config.Optimiz
     )
     taken = set(map(id, matrices))
     rest = [parameter for parameter in parameters if id(parameter) not in taken]
-    return [muon, _adamw(rest, settings)] if rest else [muon]
+    return [muon, _adamw(rest, settings, held)] if rest else [muon]
 
 
-def _adamw(parameters: Parameters, settings: config.Optimizer) -> torch.optim.AdamW:
+def _adamw(parameters: Parameters, settings: config.Optimizer, held: Held) -> torch.optim.AdamW:
     """AdamW in one kernel (`fused`) where all parameters lie on devices that have it, else torch's own choice."""
     fused = {parameter.device.type for parameter in parameters} <= _FUSED_DEVICES
     return torch.optim.AdamW(
-        _groups(parameters, settings),
+        _groups(parameters, settings, held),
         lr=settings.learning_rate,
         betas=settings.betas,
         eps=EPS,
@@ -96,14 +98,15 @@ def _adamw(parameters: Parameters, settings: config.Optimizer) -> torch.optim.Ad
     )
 
 
-def _groups(parameters: Iterable[nn.Parameter], settings: config.Optimizer) -> list[dict[str, Any]]:
-    """Those of two or more dimensions with weight decay, then the others without; an empty group is left out."""
+def _groups(parameters: Iterable[nn.Parameter], settings: config.Optimizer, held: Held) -> list[dict[str, Any]]:
+    """Those of two or more dimensions with weight decay, then the others without; a model without either has one."""
     decayed: Parameters = []
     others: Parameters = []
     for parameter in parameters:
         (decayed if parameter.dim() >= 2 else others).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": settings.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    groups = [(decayed, settings.weight_decay), (others, 0.0)]
+    return [{"params": _of_this_rank(p, held), "weight_decay": decay} for p, decay in groups if p]
+
+
+def _of_this_rank(parameters: Parameters, held: Held) -> Parameters:
+    return [parameter for parameter in parameters if held is None or held(parameter)]

@@ -14,15 +14,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import nn
 
 from . import __version__
 from .config import Config
 from .data.groups import DataGroup
 from .data.text import load_split
 from .distributed.checkpoint import CheckpointWriter, folder_of, load_tensors, manifest_of, reason_of
-from .distributed.comm import everyone, first_ranks, on_first_rank
-from .errors import AbandonedError, InputError, IsostepError, OutOfMemoryError
+from .distributed.comm import everyone, first_ranks, on_first_rank, to_first_rank
+from .errors import AbandonedError, CoverageError, InputError, IsostepError, NonFiniteError, OutOfMemoryError
 from .ledger import (
     CheckpointAnnounced,
     Counts,
@@ -40,15 +39,18 @@ from .recipe.build import Training, build, grouped
 from .recipe.reporter import Reporter
 from .recipe.run_dir import AVERAGE, WEIGHTS, Documents, Opening, RunDirectory
 from .recipe.state import capture, restore
+from .recipe.timeline import TimelineWriter
 from .recipe.watch import MemoryWatch
 from .result import UpdateResult
 
 SAME_SIGNAL = 2.0
+SHARED = (CoverageError, NonFiniteError)
+"""Errors that are raised on every rank, none of which is lost."""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def train_worker(config: Config, allow_changed_what: bool = False, quiet: bool = False) -> None:
-    """In every worker: a run to its end, from wherever its directory says that it is. Replica 0 records and reports.
+    """In every worker: a run to its end, from wherever its directory says that it is. Rank 0 records and reports.
 
     quiet: report on stderr, for a document on stdout. Raises KeyboardInterrupt after a signal, when what was done is
     saved; InputError, and whatever an update raises.
@@ -57,9 +59,9 @@ def train_worker(config: Config, allow_changed_what: bool = False, quiet: bool =
     contents = everyone((train.content_hash(), validation.content_hash()))
     if len(set(contents)) > 1:
         raise InputError.of("data", contents, "the same on every worker", "give every machine the same files")
-    now = Documents(
-        config.what(contents[0][0]), config.how(len(contents)), config.about_run(contents[0][1]), versions()
-    )
+    content, validation_content = contents[0]
+    replicas = len(contents) // config.layout.stages
+    now = Documents(config.what(content), config.how(replicas), config.about_run(validation_content), versions())
     with RunDirectory(config.run.dir) as directory:
         opening = on_first_rank(partial(directory.open, now, allow_changed_what=allow_changed_what))
         if opening.state == "complete":
@@ -121,15 +123,16 @@ def place(
 ) -> None:
     """Bring the training to where its checkpoint is, if there is one."""
     if opening.path is not None and manifest is not None:
-        tensors = load_tensors(directory.path / opening.path, training.device)
+        held = training.held
+        tensors = load_tensors(directory.path / opening.path, training.device, wanted=held.wants)
         if manifest["how"] != how:
             manifest["state"]["progress"]["examples_that_fit"] = None
-        restore(training.modules, training.optimizers, training.updater, tensors, manifest["state"])
+        restore(held, training.optimizers, training.updater, tensors, manifest["state"])
     training.groups = grouped(training.config, training.train, training.examples_per_microbatch, training.cursor)
 
 
 class Run:
-    """One start of a run, on every replica; `reporter` and `writer` do something on replica 0 alone."""
+    """One start of a run, on every rank; `reporter` does something on rank 0 alone, `writer` is of replica 0."""
 
     def __init__(
         self, training: Training, directory: RunDirectory, opening: Opening, now: Documents, watch: MemoryWatch, *,
@@ -144,11 +147,17 @@ class Run:
         self.evaluated = set(opening.evaluated)
         self.dropped = 0
         self.evaluation_size: int = training.evaluation_size
-        group = first_ranks(1)
+        self.stages = self.config.layout.stages
+        group = first_ranks(self.stages)
         self.reporter = Reporter(training, directory, resumed=opening.state == "resume", quiet=quiet)
         self.writer = None
         if group is not None:
             self.writer = CheckpointWriter(directory.path, self.config.checkpoint.keep, group, self.announce)
+        self.timeline = None
+        if self.config.run.timeline and (staging := training.staging) is not None:
+            self.timeline = TimelineWriter(
+                self.updater, staging.model, directory.path, staging.measured, self.reporter.record, self.reporter.say
+            )
 
     def to_the_end(self) -> None:
         """All updates that are left, with validation and checkpoints. However it ends, the ledger says so."""
@@ -158,16 +167,21 @@ class Run:
                 self.reason = self.loop()
                 self.end()
             except BaseException as error:
-                with suppress(IsostepError, OSError):  # the first error is the one to tell
-                    self.rescue()
+                for save in (partial(self.rescue, error), self.finish_timeline):
+                    with suppress(IsostepError, OSError):  # the first error is the one to tell
+                        save()
                 with suppress(OSError):
                     self.reporter.record(RunEnded(reason="failed", message=str(error)))
                 raise
             self.reporter.record(RunEnded(reason=self.reason))
 
-    def rescue(self) -> None:
-        """After an error, save what was applied and recorded before it."""
-        if self.updater.intact and self.recorded == self.updater.totals.attempted:
+    def rescue(self, error: BaseException) -> None:
+        """After an error, save what was applied and recorded before it.
+
+        Stages save together, so only after an error that all of them have.
+        """
+        together = self.stages == 1 or isinstance(error, SHARED)
+        if together and self.updater.intact and self.recorded == self.updater.totals.attempted:
             self.save()
         self.finish_saving()
 
@@ -235,9 +249,11 @@ class Run:
         seconds = time.perf_counter() - begin
         memory = self.watch.end_group()
         if self.training.average is not None and result.status == "applied":
-            self.training.average.update_parameters(self.training.model)
+            self.training.average.update_parameters(self.training.weights)
         self.record_update(result, seconds)
         self.reporter.show_update(result, rate, seconds, memory)
+        if self.timeline is not None:
+            self.timeline.after_update(result, self.updater.totals.attempted)
         if result.stop_requested:
             return True
         every, attempted = self.config.checkpoint.every, self.updater.totals.attempted
@@ -247,8 +263,8 @@ class Run:
         self.save_is_due = self.save_is_due or due
         if self.writer is not None:
             self.say_saved(self.writer.poll())
-            if self.save_is_due and not self.writer.busy:  # else after a later update: nobody waits for the disk
-                self.save()
+        if self.save_is_due and not self.saving():  # else after a later update: nobody waits for the disk
+            self.save()
         if result.status == "applied":
             self.evaluate_if_due()
         return False
@@ -260,13 +276,17 @@ class Run:
 
     def end(self) -> None:
         """The last checkpoint, on disk when this returns; and the weights by themselves."""
+        self.finish_timeline()
         self.record_memory()
         self.save()
         self.finish_saving()
-        if self.reporter.lead:
-            write_weights(self.training.model, self.directory.path / WEIGHTS)
-            if self.training.average is not None:
-                write_weights(self.training.average.module, self.directory.path / AVERAGE)
+        write_weights(self.training, "model.", self.directory.path / WEIGHTS)
+        if self.training.average is not None:
+            write_weights(self.training, "average.module.", self.directory.path / AVERAGE)
+
+    def finish_timeline(self) -> None:
+        if self.timeline is not None:
+            self.timeline.finish()
 
     def evaluate(self) -> None:
         """The objective over the validation data, once after the same number of applied updates.
@@ -299,17 +319,26 @@ class Run:
         """Start a checkpoint of everything up to the last update, unless there is one."""
         training, attempted = self.training, self.updater.totals.attempted
         self.save_is_due = False
-        if self.writer is None or self.saved_at == attempted:
+        if self.saved_at == attempted:
             return
-        tensors, state = capture(training.modules, training.optimizers, self.updater)
+        tensors, state = capture(training.held, training.optimizers, self.updater)
+        if self.stages > 1:
+            for values in self.updater.gather(state["optimizer_values"]):
+                state["optimizer_values"] |= values
         manifest = {
             "after_attempted": attempted,
             "how": self.now.how,
             "examples_per_microbatch": training.examples_per_microbatch,
             "state": state,
         }
-        self.writer.start(tensors, manifest, attempted)
+        if self.writer is not None:
+            self.writer.start(tensors, manifest, attempted)
         self.saved_at = attempted
+
+    def saving(self) -> bool:
+        """Whether a checkpoint is under way, on any of the ranks that write one together."""
+        busy = self.writer is not None and self.writer.busy
+        return busy if self.stages == 1 else any(self.updater.gather(busy))
 
     def finish_saving(self) -> None:
         if self.writer is not None:
@@ -364,11 +393,20 @@ class Run:
         self.reporter.record(MemoryObserved(devices=devices, baseline=baseline, first_group=first, later_groups=later))
 
 
-def write_weights(module: nn.Module, path: Path) -> None:
-    """Write the weights so that the file is either the whole new one or not there. Raises IsostepError."""
+def write_weights(training: Training, prefix: str, path: Path) -> None:
+    """Write the tensors of that prefix, of all stages, so that the file is the whole new one or not there.
+
+    Every rank calls it; rank 0 writes. Raises IsostepError.
+    """
+    own = {name.removeprefix(prefix): t for name, t in training.held.tensors.items() if name.startswith(prefix)}
+    if training.staging is not None:
+        parts = to_first_rank(own if training.updater.replica == 0 else {})
+        own = {name: tensor for part in parts for name, tensor in part.items()}
+    if training.updater.rank > 0:
+        return
     partial_path = path.with_suffix(".partial")
     try:
-        torch.save(module.state_dict(), partial_path)
+        torch.save(own, partial_path)
         partial_path.replace(path)
     except (OSError, RuntimeError) as error:  # the latter is what torch makes of a full disk
         with suppress(OSError):

@@ -181,8 +181,10 @@ def local(engine: Engine, group: Work, microbatches: list[Microbatch], counting:
         attempt.coverage = sum((m.coverage for m in microbatches), attempt.coverage)
         return attempt
     if engine.stages is not None:
-        with final(engine):  # ranks of one replica wait for each other, so a failure cannot wait for the vote
+        with final(engine, "in a stage"):  # ranks of a replica wait for each other: a failure cannot wait for the vote
             run_in_stages(engine, engine.stages, group, microbatches, counting.result(), attempt)
+            if engine.overlap:
+                engine.comm.reduce_early(engine.gradients)
         return attempt
     while microbatches:
         attempt.abandoned = engine.stop.overdue
@@ -214,7 +216,7 @@ def local(engine: Engine, group: Work, microbatches: list[Microbatch], counting:
 def run_in_stages(
     engine: Engine, stages: Stages, group: Work, microbatches: list[Microbatch], counted: Counted, attempt: Attempt
 ) -> None:
-    """The same through stages that are ranks: what runs when is the schedule's business."""
+    """The same through stages that are ranks: what runs when is the schedule's business, and all of it does."""
     batches = [to_device(microbatch.batch, engine.device) for microbatch in microbatches]
     for microbatch in microbatches:
         attempt.coverage += microbatch.coverage
@@ -227,7 +229,6 @@ def run_in_stages(
         return weighted_loss(engine.objective, counted, outputs, batch, attempt)
 
     stages.run(batches, before_forward, engine.precision, loss, engine.gradients.part)
-    attempt.abandoned = engine.stop.overdue
 
 
 def seed_microbatch(engine: Engine, group: Work, coverage: Coverage, index: int, purpose: int) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Precision = Literal["float32", "bfloat16", "float16"]
-_AUTOCAST = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+AUTOCAST = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Updater:
     clip_norm: the global gradient norm is clipped to this; None does not clip.
     precision: "float32" runs as the model is; "bfloat16" and "float16" autocast the forward.
     loss_scale: a LossScale or torch.amp.GradScaler; float16 makes one by itself.
-    overlap: start reducing gradients during each replica's last backward.
+    overlap: start reducing gradients during each replica's last backward; through stages, as soon as a rank is done.
     seed: key of all random draws in forward, such as dropout.
     allow: kinds of `inspect` findings that are refused otherwise, such as "batchnorm".
     process_group: whose ranks are the replicas; the default process group where there is one.
@@ -96,8 +96,8 @@ class Updater:
     ) -> None:
         if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
             raise InputError.of("clip_norm", clip_norm, "a finite number above 0", "leave it out not to clip")
-        if precision not in _AUTOCAST:
-            raise InputError.of("precision", precision, f"one of {', '.join(_AUTOCAST)}", "choose one")
+        if precision not in AUTOCAST:
+            raise InputError.of("precision", precision, f"one of {', '.join(AUTOCAST)}", "choose one")
         staged = model if isinstance(model, StagedModel) else None
         if staged is None:
             module, comm = connect(model, process_group)
@@ -120,8 +120,8 @@ class Updater:
             schedulers=_checked_schedulers(_listed(scheduler)),
             loss_scale=LossScale() if scale is None and precision == "float16" else scale,
             clip_norm=clip_norm,
-            autocast=_AUTOCAST[precision],
-            overlap=overlap and comm.replicas > 1 and staged is None,
+            autocast=AUTOCAST[precision],
+            overlap=overlap and comm.replicas > 1,
             seed=seed,
             stages=staged,
         )
@@ -151,6 +151,11 @@ class Updater:
                 raise InputError.of(
                     odd[0], settings[odd[0]], f"{other[odd[0]]} as on replica {replica}", "give every replica the same"
                 )
+
+    @property
+    def rank(self) -> int:
+        """Index of this process among all that take part, from 0; a replica that is cut into stages has several."""
+        return self._engine.comm.rank
 
     @property
     def replica(self) -> int:
@@ -193,15 +198,13 @@ class Updater:
         data: a map-style data set (a list too: of examples), the same on every replica, among which it is shared
         out; or an iterable without [i], such as a DataLoader, of ready microbatches, each replica's own share.
         model: evaluated instead of the trained one, on the same device; it is called the same way, as an average of
-        the weights is.
+        the weights is. Beside a StagedModel, one of the same layers, such as AveragedModel(staged.layers).module.
 
         Where memory runs out on some replica, all begin again with half of the examples per microbatch, whatever
         training runs with; with 1, and with ready microbatches, OutOfMemoryError is raised on every replica.
         """
         if examples_per_microbatch < 1:
             raise InputError.of("examples_per_microbatch", examples_per_microbatch, "1 or more", "give a size")
-        if model is not None and self._engine.stages is not None:
-            raise InputError.of("model", "another one", "none beside a StagedModel", "evaluate the trained one")
         if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
             size = max(1, min(examples_per_microbatch, len(data)))
             share = partial(self._shared_out, data, collate)
@@ -222,14 +225,12 @@ class Updater:
 
         See `fitting.largest_microbatch`. Afterwards everything is as if it had not been called.
         """
-        if self._engine.stages is not None:
-            raise InputError.of("largest_microbatch", "a StagedModel", "a model in one piece", "choose a size yourself")
         return largest_microbatch(
             self._engine, data, at_most=at_most, lengths=lengths, collate=collate, fraction=fraction
         )
 
     def gather(self, value: Any) -> list[Any]:
-        """A picklable value of every replica, in replica order; for reports. Raises PeerLostError."""
+        """A picklable value of every rank, in their order; for reports. Raises PeerLostError."""
         return self._engine.comm.gather(value)
 
     @property

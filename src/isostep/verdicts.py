@@ -52,7 +52,8 @@ def check_coverage(group: Work, seen: Coverage) -> None:
 def raise_non_finite(engine: Engine, group: Work, attempt: Attempt, norm: float) -> NoReturn:
     """Raise NonFiniteError on every replica, naming the microbatches whose loss was not finite."""
     finite = [all(s is None or bool(s.isfinite()) for s in sums) for sums in attempt.sums]
-    reports = [pair for pairs in engine.comm.gather(list(zip(attempt.ids, finite, strict=True))) for pair in pairs]
+    own = list(zip(attempt.ids, finite, strict=True)) if engine.comm.scores else []
+    reports = [pair for pairs in engine.comm.gather(own) for pair in pairs]
     if all(ok for _, ok in reports):
         ids = sorted(i for ids, _ in reports for i in ids or ())
         where = f"every loss was finite; example ids of the group: {ids or 'unknown'}"
@@ -66,14 +67,14 @@ def raise_non_finite(engine: Engine, group: Work, attempt: Attempt, norm: float)
 
 
 @contextmanager
-def final(engine: Engine) -> Iterator[None]:
-    """After the vote a failure on one replica cannot be taken back by the others: it ends the run for all."""
+def final(engine: Engine, where: str = "after the vote") -> Iterator[None]:
+    """A failure that the others cannot take back, after the vote or between stages: it ends the run for all."""
     try:
         yield
     except BaseException as error:
         if is_out_of_memory(error):
             ending = OutOfMemoryError(
-                f"memory: got out of memory after the vote ({error}), expected room for gradients and optimizer "
+                f"memory: got out of memory {where} ({error}), expected room for gradients and optimizer "
                 "state; resume from the last checkpoint with fewer examples per microbatch"
             )
             engine.comm.end(str(ending))

@@ -1,4 +1,4 @@
-"""`isostep report`: what happened in a run, from its ledger alone."""
+"""`isostep report`: what happened in a run, from its ledger and the timeline that it names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ EPILOG = """example:
   isostep report runs/first
 
 Prints the sheet of a run with pictures of its curves, and proves again that every example was used exactly once.
-Works for runs that are under way, were stopped or were killed. Reads the ledger and nothing else.
+Works for runs that are under way, were stopped or were killed. Of a run with --timeline, it draws when each stage of
+the pipeline worked, predicted and measured. Reads the ledger and the timeline that it names, nothing else.
 """
 
 
@@ -29,12 +30,15 @@ def run(args: argparse.Namespace) -> int:
     from ..ledger.sheet import read_run, sheet
     from ..report.plot import ASCII
     from ..report.text import report_text
+    from ..report.timeline import Timeline, timeline_of
 
     events = read_run(args.run_dir)
     document = sheet(events)
-    write_json(args.json, document)
+    timeline = timeline_of(args.run_dir, events)
+    told = timeline.document() if isinstance(timeline, Timeline) else timeline and {"error": str(timeline)}
+    write_json(args.json, document | {"timeline": told})
     if args.json != "-":
         console = Console()
-        text = report_text(document, events, console.width)
+        text = report_text(document, events, console.width, timeline)
         print(text.translate(ASCII) if console.options.ascii_only else text)
     return 0 if document["coverage"]["proved"] else 1

@@ -39,6 +39,7 @@ examples:
   isostep simulate --schedule zb-v --stages 4 --microbatches 8 --svg zb-v.svg
   isostep simulate --schedule all --stages 4 --microbatches 16 --transfer 0.1 --memory-limit 4
   isostep simulate --schedule 1f1b --stages 3 --microbatches 6 --forward 1,2,1 --recompute
+  isostep simulate --stages 4 --microbatches 8 --recompute 0.1,0.1,none,none --memory-limit 2.5
   isostep simulate --stages 8 --microbatches 256 --from 100 --to 160
   isostep simulate --schedule mine.csv
   isostep simulate --layers examples/layers.json --stages 4 --microbatches 16
@@ -95,8 +96,9 @@ def _configure_costs(group: Any) -> None:
     )  # fmt: skip
     group.add_argument("--blocking", action="store_true", help="the sender is busy during its transfers too")
     group.add_argument(
-        "--recompute", nargs="?", const=0.0, type=share, metavar="KEPT",
-        help="activations are computed again in the backward; KEPT of each, its input, is held (default 0)",
+        "--recompute", nargs="?", const=0.0, type=shares, metavar="KEPT",
+        help="activations are computed again in the backward; KEPT of each, its input, is held (default 0); one for "
+        "all or one per chunk, `none` for a chunk that keeps them",
     )  # fmt: skip
     group.add_argument(
         "--weight-share", type=share, default=1.0, metavar="S",
@@ -137,6 +139,12 @@ def share(text: str) -> float:
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"got {cli.shortened(text)!r}, expected a share from 0 to 1")
     return value
+
+
+def shares(text: str) -> float | list[float | None] | None:
+    """Argument type: one share, or several separated by commas, `none` or `-` for a chunk without."""
+    values = [None if part in ("none", "-") else share(part) for part in text.split(",")]
+    return values if len(values) > 1 else values[0]
 
 
 def time(text: str) -> float:

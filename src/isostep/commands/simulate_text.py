@@ -41,8 +41,12 @@ def _costs_line(sim: Simulation) -> str:
     parts = [f"{name} {_range(values)}" for name, values in named]
     if any(costs.transfer):
         parts.append(f"transfer {_range(costs.transfer)}{' (blocking)' if costs.blocking else ''}")
-    if costs.recompute is not None:
-        parts.append("recompute" + (f", {percent(costs.recompute)} kept" if costs.recompute else ""))
+    shares = [share for share in costs.recompute if share is not None]
+    if shares:
+        where = (
+            f" on {len(shares)} of {count(len(costs.recompute), 'chunk')}" if len(shares) < len(costs.recompute) else ""
+        )
+        parts.append(f"recompute{where}" + (f", {_percents(shares)} kept" if any(shares) else ""))
     if costs.weight_share != 1 and _trains(sim):
         parts.append(f"weight share {percent(costs.weight_share)}")
     text = ", ".join(parts)
@@ -66,6 +70,11 @@ def _cadence(sim: Simulation) -> str:
 def _trains(sim: Simulation) -> bool:
     """Whether there are backwards."""
     return sim.schedule.size > sim.schedule.num_chunks * sim.schedule.num_microbatches
+
+
+def _percents(shares: Sequence[float]) -> str:
+    low, high = percent(min(shares)), percent(max(shares))
+    return low if low == high else f"{low} to {high}"
 
 
 def _range(values: Sequence[float]) -> str:

@@ -6,10 +6,10 @@ import argparse
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ..cli import MAX_PROCS, json_path, process_count, write_json
-from ..config import default_of, expected_of, keys, load
+from ..config import Config, default_of, expected_of, keys, load
 from ..errors import InputError, IsostepError
 from ..ledger import CheckpointAnnounced
 from ..ledger.sheet import read_run, sheet
@@ -18,6 +18,7 @@ from ..ledger.sheet_text import sheet_text
 EPILOG = """example:
   isostep train --procs 2 --run-dir runs/first
   isostep train run.toml --optimizer.name muon --run.epochs 3
+  isostep train --procs 4 --layout.stages 2 --layout.schedule zb-h1 --timeline
 
 Without a file it trains a small decoder on the functions of the standard library of this Python: given signature and
 docstring, write the body. Needs no download. The same command again resumes a run that was stopped or killed, with as
@@ -31,8 +32,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.usage = "isostep train [RUN.toml] [--procs N] [--run-dir FOLDER] [--section.key VALUE ...]"
     parser.add_argument("config", nargs="?", metavar="RUN.toml", help="configuration; flags win over it")
-    parser.add_argument("--procs", type=process_count, metavar="N", help="local workers: layout.replicas (default 1)")
+    parser.add_argument(
+        "--procs", type=process_count, metavar="N", help="local workers: layout.replicas x layout.stages"
+    )
     parser.add_argument("--run-dir", metavar="FOLDER", help="where the run is kept: run.dir (default runs/default)")
+    parser.add_argument("--timeline", action="store_true", help="measure when each stage works and waits: run.timeline")
     parser.add_argument(
         "--allow-changed-what",
         action="store_true",
@@ -47,28 +51,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
             group = parser.add_argument_group(f"[{section}]")
         default = f" (default {default_of(field)})" if default_of(field) else ""
         text = f"{field.description}: {expected_of(field)}{default}".replace("%", "%%")
-        bare: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
+        may_be_bare = bool in (field.annotation, *get_args(field.annotation))
+        bare: dict[str, Any] = {"nargs": "?", "const": "true"} if may_be_bare else {}
         group.add_argument(f"--{key.replace('_', '-')}", dest=key, metavar="VALUE", help=text, **bare)
 
 
 def run(args: argparse.Namespace) -> int:
-    config = load(args.config, flags_of(args))
+    config = with_workers(load(args.config, flags_of(args)), args.procs)
 
     from ..distributed.launch import check_world, launched_rank, run_workers
     from ..train import train_worker
 
-    check_world(config.layout.replicas)
-    if launched_rank() is None and (config.layout.replicas or 1) > MAX_PROCS:
-        raise InputError.of(
-            "layout.replicas", config.layout.replicas, f"at most {MAX_PROCS} local workers", "start them by torchrun"
-        )
+    layout = config.layout
+    check_world(layout.replicas, layout.stages)
+    if launched_rank() is None and layout.workers > MAX_PROCS:
+        name = "layout.replicas" if layout.stages == 1 else "layout.replicas x layout.stages"
+        raise InputError.of(name, layout.workers, f"at most {MAX_PROCS} local workers", "start them by torchrun")
     arguments = config, args.allow_changed_what, args.json == "-"
     folder = Path(config.run.dir)
     patience = max(30.0, config.run.grace + 15)
     try:
-        run_workers(
-            config.layout.replicas or 1, train_worker, *arguments, timeout=config.run.timeout, patience=patience
-        )
+        run_workers(layout.workers, train_worker, *arguments, timeout=config.run.timeout, patience=patience)
     except KeyboardInterrupt:
         if launched_rank():
             raise
@@ -98,9 +101,19 @@ def how_to_resume(folder: Path) -> str:
 def flags_of(args: argparse.Namespace) -> dict[str, str]:
     """The keys that were given as flags, as text."""
     given = vars(args) | {"run.dir": args.run_dir if args.run_dir is not None else vars(args)["run.dir"]}
-    if args.procs is not None:
-        given["layout.replicas"] = str(args.procs)
+    if args.timeline:
+        given["run.timeline"] = "true"
     return {key: given[key] for key, _ in keys() if given[key] is not None}
+
+
+def with_workers(config: Config, procs: int | None) -> Config:
+    """The replicas that so many workers make with the stages of each. Raises InputError where some would be left."""
+    if procs is None:
+        return config
+    stages = config.layout.stages
+    if procs % stages:
+        raise InputError.of("--procs", procs, f"a multiple of layout.stages {stages}", "give replicas x stages")
+    return config.model_copy(update={"layout": config.layout.model_copy(update={"replicas": procs // stages})})
 
 
 def stopped(folder: Path, json_file: str | None) -> str:

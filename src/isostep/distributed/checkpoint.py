@@ -42,14 +42,16 @@ def folder_of(after_attempted: int) -> str:
 class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time, and keeps the last `keep` announced ones.
 
-    group: the ranks that hold one replica; its first rank is this process. announce(after_attempted, path, digest):
-    called in the background, as soon as a checkpoint is durable.
+    group: the ranks that hold one replica; all of them build one and make the same calls. Its first rank completes what
+    they have written. announce(after_attempted, path, digest): called there in the background, as soon as a checkpoint
+    is durable.
     """
 
     def __init__(
         self, run_dir: Path, keep: int, group: dist.ProcessGroup, announce: Callable[[int, str, str], None]
     ) -> None:
         self._run_dir, self._keep, self._group, self._announce = run_dir, keep, group, announce
+        self._leads = dist.get_rank(group) == 0
         self._background = ThreadPoolExecutor(1, "isostep-checkpoint")
         self._under_way: tuple[int, Future[None]] | None = None
         self._announced: list[str] = []
@@ -57,6 +59,8 @@ class CheckpointWriter:
     def clear(self, announced: list[str]) -> None:
         """Take up the announced checkpoints of an earlier start, oldest first; remove every other folder."""
         self._announced = list(announced)
+        if not self._leads:
+            return
         for folder in (self._run_dir / CHECKPOINTS).glob("update-*"):
             if f"{CHECKPOINTS}/{folder.name}" not in announced:
                 shutil.rmtree(folder)
@@ -76,10 +80,11 @@ class CheckpointWriter:
         assert folder_of(after_attempted) not in self._announced, "an announced checkpoint is never written again"
         partial = path.with_name(path.name + PARTIAL)
         try:
-            for folder in (path, partial):
-                shutil.rmtree(folder, ignore_errors=True)
-            partial.mkdir(parents=True)
-            sync_folder(self._run_dir)
+            if self._leads:  # the others write when all have planned, so not before this
+                for folder in (path, partial):
+                    shutil.rmtree(folder, ignore_errors=True)
+                partial.mkdir(parents=True, exist_ok=True)
+                sync_folder(self._run_dir)
             saving = async_save(
                 dict(tensors),
                 storage_writer=FileSystemWriter(partial, sync_files=True),
@@ -114,6 +119,8 @@ class CheckpointWriter:
     def _complete(self, saving: Future[Any], path: Path, manifest: dict[str, Any], after_attempted: int) -> None:
         """In the background: when the tensors are written, their digests, the folder's name, and the announcement."""
         saving.result()
+        if not self._leads:
+            return
         partial = path.with_name(path.name + PARTIAL)
         manifest["files"] = {file.name: _digest(file) for file in sorted(partial.iterdir())}
         manifest["digest"] = digest_of(manifest)
@@ -185,8 +192,16 @@ def _corrupt(path: Path, got: str) -> InputError:
     )  # fmt: skip
 
 
-def load_tensors(path: Path, device: torch.device, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-    """All tensors of a checkpoint. Every rank of the group, or of the world, calls this, and fails if one does."""
+def load_tensors(
+    path: Path,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    wanted: Callable[[str], bool] = lambda _: True,
+) -> dict[str, Tensor]:
+    """The tensors of a checkpoint whose names are wanted here.
+
+    Every rank of the group, or of the world, calls this, and fails if one does.
+    """
     reader = FileSystemReader(path)
     try:
         metadata = reader.read_metadata().state_dict_metadata
@@ -197,7 +212,7 @@ def load_tensors(path: Path, device: torch.device, group: dist.ProcessGroup | No
     tensors: dict[str, Any] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
         for name, entry in metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
+        if isinstance(entry, TensorStorageMetadata) and wanted(name)
     }
     try:
         load(tensors, storage_reader=reader, process_group=group)

@@ -357,6 +357,14 @@ def everyone(value: Any) -> list[Any]:
         return gathered(value, dist.group.WORLD)
 
 
+def to_first_rank(value: Any) -> list[Any]:
+    """A picklable value of every rank of the world, in rank order, on rank 0; nothing on the others."""
+    values: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
+    with _all_answer():
+        dist.gather_object(value, values or None, 0)
+    return values
+
+
 def on_first_rank(function: Callable[[], Any]) -> Any:
     """What a function returns on rank 0 of the world, on every rank; an error of its input is raised on every rank."""
     outcome: list[Any] = [None, None]

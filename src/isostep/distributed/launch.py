@@ -53,16 +53,20 @@ def _whole(name: str) -> int:
     return int(text)
 
 
-def check_world(replicas: int | None) -> None:
-    """Raise InputError where a launcher has started another number of workers than `replicas`."""
+def check_world(replicas: int | None, stages: int = 1) -> None:
+    """Raise InputError where a launcher has started another number of workers than `replicas` x `stages`."""
     if launched_rank() is None:
         return
     world = int(os.environ["WORLD_SIZE"])
-    if replicas is not None and replicas != world:
+    if world % stages:
         raise InputError.of(
-            "layout.replicas", replicas, f"{world}, the workers that the launcher has started",
-            "leave it out, or start that many",
+            "layout.stages", stages, f"a divisor of {world}, the workers that the launcher has started",
+            "start replicas x stages workers",
         )  # fmt: skip
+    if replicas is not None and replicas * stages != world:
+        started = f"{world}, the workers that the launcher has started"
+        expected = started if stages == 1 else f"{world // stages}, for {started}, are of {stages} stages each"
+        raise InputError.of("layout.replicas", replicas, expected, "leave it out, or start that many")
 
 
 def run_workers(procs: int, worker: Worker, *args: Any, timeout: float, patience: float = 30) -> Any:

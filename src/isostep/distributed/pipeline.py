@@ -10,18 +10,19 @@ from __future__ import annotations
 import csv
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.pipelining._utils import _TensorMeta
+from torch.distributed.pipelining import PipelineStage, _utils, schedules
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from ..schedule import csv_file
 from ..schedule.ir import Schedule
+from .timeline import Recorder
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor between two chunks."""
@@ -34,23 +35,48 @@ class Stage(PipelineStage):
     def __init__(self, chunk: nn.Module, index: int, rank_of: Sequence[int], group: Any, device: torch.device) -> None:
         super().__init__(chunk, index, len(rank_of), device, group=group)
         self.stage_index_to_group_rank = dict(enumerate(rank_of))
+        self._runtime_validate = False  # against the shapes of the first microbatch, where torch's debug level is high
         self.after_backward: Callable[[], None] = lambda: None
+        self.recorder: Recorder | None = None
 
-    def backward_one_chunk(self, *args: Any, **options: Any) -> None:
-        super().backward_one_chunk(*args, **options)
-        self.after_backward()
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        """Its record ends behind the loss, in `Runtime`."""
+        if self.recorder is not None:
+            self.recorder.begin(self.stage_index, fwd_chunk_id, "F")
+        return super().forward_one_chunk(fwd_chunk_id, *args, **options)
 
-    def backward_weight_one_chunk(self, *args: Any, **options: Any) -> None:
-        super().backward_weight_one_chunk(*args, **options)
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **options: Any) -> None:
+        if self.recorder is not None:
+            self.recorder.begin(self.stage_index, bwd_chunk_id, "B" if full_backward else "I")
+        super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **options)
         self.after_backward()
+        if self.recorder is not None:
+            self.recorder.end()
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
+        if self.recorder is not None:
+            self.recorder.begin(self.stage_index, bwd_chunk_id, "W")
+        super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
+        self.after_backward()
+        if self.recorder is not None:
+            self.recorder.end()
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
+        if self.recorder is not None:
+            self.recorder.sent(self.stage_index, fwd_chunk_id, "F")
+        return super().get_fwd_send_ops(fwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
+        if self.recorder is not None:
+            self.recorder.sent(self.stage_index, bwd_chunk_id, "B")
+        return super().get_bwd_send_ops(bwd_chunk_id)
 
     def prepare(self, inputs: Sequence[Shape], outputs: Sequence[Shape], trains: bool) -> None:
         """Make room for what is received. inputs, outputs: of this chunk, one per microbatch."""
         self.clear_runtime_states()
         self.has_backward = trains
         self.chunks = len(inputs)
-        self._stage_meta.inputs = (_meta(inputs[0], grad=trains),)
-        self._stage_meta.outputs = (_meta(outputs[0], grad=trains),)
+        self._stage_meta = SimpleNamespace(inputs=(_meta(inputs[0], grad=trains),), input_grads=None)
         self.act_send_info = {0: [] if self.is_last else [self.stage_index + 1]}
         self.grad_send_info = None
         for index, (entering, leaving) in enumerate(zip(inputs, outputs, strict=True)):
@@ -65,20 +91,51 @@ class Stage(PipelineStage):
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
-    def _received(self, shape: Shape, source: int, from_stage: bool, grad: bool) -> _RecvInfo:
-        meta = _meta(shape, grad=grad)
+    def _validate_fwd_input(self, *_: Any) -> None:
+        """Nothing: torch 2.11 would hold every microbatch to the shape of the first."""
+
+    _validate_fwd_outputs = _validate_fwd_input
+
+    def _received(self, shape: Shape, source: int, from_stage: bool, grad: bool) -> Any:
         if not from_stage:
-            return _RecvInfo("input", None, None, meta, is_root_arg=True)
+            return SimpleNamespace(is_root_arg=True)
         local = self.stage_index_to_group_rank[source] == self.group_rank
-        buffer = torch.empty(0 if local else shape[0], dtype=shape[1], device=self.device)
-        return _RecvInfo(f"from stage {source}", source, buffer, meta)
+        return _Received(source, shape, None if local else self.device, grad)
+
+
+class _Received(_RecvInfo):
+    """What one microbatch brings from another stage: all that torch 2.11 to 2.15 look for, each a part of it.
+
+    device: where the room for it is; None where that stage is on the same rank and hands its tensor over.
+    """
+
+    def __init__(self, source: int, shape: Shape, device: torch.device | None, grad: bool) -> None:
+        self.input_name, self.source, self.is_root_arg = f"from stage {source}", source, False
+        self.tensor_meta = _meta(shape, grad)
+        if hasattr(self, "allocate_buffer"):  # torch 2.15 makes room when a transfer starts
+            self.buffer = None
+            return
+        self.buffer = torch.empty(shape[0] if device else 0, dtype=shape[1], device=device)
+        self.buffer.requires_grad_(grad and shape[1].is_floating_point)
 
 
 class Runtime(_PipelineScheduleRuntime):
-    """A schedule for one number of microbatches, ready to run. Without a loss its backwards do nothing."""
+    """A schedule for one number of microbatches, ready to run. Without a loss its backwards do nothing.
 
-    def __init__(self, stages: list[Stage], schedule: Schedule, loss: Callable[[Any, Any], Tensor] | None) -> None:
+    recorder: takes down when each action and each transfer of this rank begins and ends; None records nothing.
+    """
+
+    def __init__(
+        self,
+        stages: list[Stage],
+        schedule: Schedule,
+        loss: Callable[[Any, Any], Tensor] | None,
+        recorder: Recorder | None = None,
+    ) -> None:
         super().__init__(stages, schedule.num_microbatches, loss_fn=loss, scale_grads=False)
+        self._recorder = recorder
+        for stage in stages:
+            stage.recorder = recorder
         rows = csv.reader(csv_file.text(schedule).splitlines())
         self._prepare_schedule_with_comms({rank: [_Action.from_str(c) for c in row] for rank, row in enumerate(rows)})
 
@@ -91,7 +148,9 @@ class Runtime(_PipelineScheduleRuntime):
         Returns the outputs where there are no targets and this rank has the last chunk, else nothing. peers: turns a
         broken or late transfer into the error that says who is missing. An error of a layer is raised as it was.
         """
-        with _heard(peers), _silent(), _as_raised():
+        if self._recorder is not None:
+            self._recorder.start([each.numel() for each in inputs])
+        with _heard(peers, self._recorder), _silent(), _as_raised():
             self._step_microbatches(
                 [(each,) for each in inputs],
                 [{} for _ in inputs],
@@ -100,18 +159,24 @@ class Runtime(_PipelineScheduleRuntime):
             )
         return [output for stage in self._stages if stage.is_last for output in stage.output_chunks]
 
+    def _maybe_compute_loss(self, *args: Any, **options: Any) -> None:
+        super()._maybe_compute_loss(*args, **options)
+        if self._recorder is not None:
+            self._recorder.end()
+
 
 @contextmanager
-def _heard(peers: Peers) -> Iterator[None]:
-    """torch's sends, receives and waits, each with `peers` around it."""
+def _heard(peers: Peers, recorder: Recorder | None) -> Iterator[None]:
+    """torch's sends, receives and waits, each with `peers` around it; the waits are recorded."""
     started, waited = schedules._batch_p2p, schedules._wait_batch_p2p
+    waiting = nullcontext if recorder is None else recorder.waiting
 
     def start(*args: Any) -> Any:
         with peers("stages"):
             return started(*args)
 
     def wait(works: Any) -> None:
-        with peers("stages"):
+        with peers("stages"), waiting():
             waited(works)
 
     schedules._batch_p2p, schedules._wait_batch_p2p = start, wait
@@ -143,8 +208,8 @@ def _as_raised() -> Iterator[None]:
         raise
 
 
-def _meta(shape: Shape, grad: bool) -> _TensorMeta:
+def _meta(shape: Shape, grad: bool) -> Any:
     floating = shape[1].is_floating_point
-    return _TensorMeta.from_tensor(
-        torch.empty(shape[0], dtype=shape[1], device="meta", requires_grad=grad and floating)
-    )
+    example = torch.empty(shape[0], dtype=shape[1], device="meta", requires_grad=grad and floating)
+    described = getattr(_utils, "_TensorMeta", None)  # torch 2.11 has none
+    return example if described is None else described.from_tensor(example)

@@ -5,10 +5,10 @@ Ranks are counted with the replica outermost: rank = replica * P + stage rank, a
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 from uuid import uuid4
 
@@ -20,13 +20,15 @@ from ..errors import InputError
 from ..gradients import GradientSums
 from ..inspection import inspect
 from ..objective import Batch
-from ..randomness import preserved
 from ..schedule.generate import generate
-from ..schedule.ir import Schedule
+from ..schedule.ir import Schedule, W
 from ..schedule.partition import partition
-from .comm import ProcessGroupComm
-from .pipeline import Peers, Runtime, Shape, Stage
+from ..schedule.simulate import held_at_most
+from .chunks import Chunk, Shapes
+from .comm import ProcessGroupComm, check_plain
+from .pipeline import Peers, Runtime, Stage
 from .reduce import GradientReducer
+from .timeline import Recorder
 
 _FILLER = object()
 """Stands for the batch of a microbatch that adds nothing, where a schedule needs more of them than there are."""
@@ -48,6 +50,8 @@ class StagedModel(nn.Module):
     costs: of each layer, in any unit; the stages are cut so that the most expensive one costs least. None: the
         parameters that each multiplies with.
     inputs(batch): what enters the first layer; by default `input_ids` of a mapping, or the first element.
+    activation_checkpointing: keep only what enters each layer and recompute the rest in backward (Chen et al. 2016,
+        arXiv 1604.06174); for each stage rank, or for all.
 
     Every rank of the default process group builds it: D x P of them, rank = replica * P + stage rank. An `Updater`
     over it counts, votes, sums and clips over all of them, so that the update is that of one process. Tied parameters
@@ -64,6 +68,7 @@ class StagedModel(nn.Module):
         chunks: int | None = None,
         costs: Sequence[float] | None = None,
         inputs: Callable[[Batch], Tensor] | None = None,
+        activation_checkpointing: bool | Sequence[bool] = False,
     ) -> None:
         super().__init__()
         group = dist.group.WORLD if dist.is_initialized() else None
@@ -72,22 +77,32 @@ class StagedModel(nn.Module):
         size = dist.get_world_size(group)
         if stages < 1 or size % stages:
             raise InputError.of("stages", stages, f"a divisor of the {size} ranks", "start D x P ranks")
-        inspect(nn.Sequential(*layers)).raise_if_refused(())
+        whole = nn.Sequential(*layers)
+        check_plain(whole)
+        inspect(whole).raise_if_refused(())
+        self.recomputes = _for_each(activation_checkpointing, stages)
         self.schedule_name, self.stages, self.chunks = schedule, stages, chunks
-        self.rank_of = generate(schedule, stages, 2 * stages, chunks).rank_of
+        order = generate(schedule, stages, 2 * stages, chunks)
+        _check_compiled(layers, order)
+        self.rank_of = order.rank_of
         self.bounds = _cut(layers, len(self.rank_of), costs)
         self.inputs = inputs or _first_input
         self.world = group
         self.replica, self.stage_rank = divmod(dist.get_rank(group), stages)
         self.table, everything = _table(layers, self.bounds)
-        self._shapes = _Shapes(layers, self.bounds)
+        self._shapes = Shapes(layers, self.bounds)
         own = [index for index, rank in enumerate(self.rank_of) if rank == self.stage_rank]
         self.layers = nn.ModuleDict(
             {str(layer): layers[layer] for index in own for layer in range(*self.bounds[index : index + 2])}
         )
-        self._chunks = {index: _Chunk([layers[k] for k in range(*self.bounds[index : index + 2])]) for index in own}
+        self._chunks = {
+            index: Chunk([layers[k] for k in range(*self.bounds[index : index + 2])], self.recomputes[self.stage_rank])
+            for index in own
+        }
         self.row, self.column, self.tied = self._groups(dist.get_process_group_ranks(group))
         self.peers: Peers = lambda _: nullcontext()
+        self.recorder: Recorder | None = None
+        """Takes down what this rank does when, in `run`."""
         own_parameters = {id(p) for p in self.parameters()}
         self.all_parameters = tuple(p if id(p) in own_parameters else _placeholder(p) for p in everything)
         """Every parameter of the whole model, each once, in order; those of other ranks on the meta device."""
@@ -129,7 +144,7 @@ class StagedModel(nn.Module):
         for stage in stages:
             stage.after_backward = after_backward
         targets = [*batches, *[_FILLER] * (len(inputs) - len(batches))]
-        Runtime(stages, schedule, loss_of).run(inputs, targets, self.peers)
+        Runtime(stages, schedule, loss_of, self.recorder).run(inputs, targets, self.peers)
         for stage in stages:
             stage.clear_runtime_states()
 
@@ -140,6 +155,30 @@ class StagedModel(nn.Module):
         for stage in stages:
             stage.clear_runtime_states()
         return outputs[: len(batches)] if self.has_last else [None] * len(batches)
+
+    def alone(
+        self,
+        batches: Sequence[Batch],
+        precision: Callable[[], AbstractContextManager[Any]],
+        loss: Callable[[Any, Batch], Tensor],
+        after_backward: Callable[[], None],
+    ) -> None:
+        """See `engine.Stages.alone`."""
+        inputs, stages, schedule = self._begin(batches, lambda _: None, precision, trains=True)
+        runs = ((index, k) for k in range(len(inputs)) for index in self._chunks)
+        held = []
+        for index, k in islice(runs, held_at_most(schedule, self.stage_rank)):
+            shape, dtype = self._shapes.of(inputs[k])[index]
+            blank = torch.zeros(shape, dtype=dtype, device=inputs[k].device, requires_grad=dtype.is_floating_point)
+            outputs = self._chunks[index](inputs[k] if index == 0 else blank)
+            if index == len(self.rank_of) - 1:
+                outputs = loss(outputs, batches[k]) if k < len(batches) else outputs.sum()
+            held.append(outputs)
+        for outputs in held:
+            outputs.backward(torch.ones_like(outputs))
+            after_backward()
+        for stage in stages:
+            stage.clear_runtime_states()
 
     def _begin(
         self,
@@ -208,15 +247,29 @@ class StagedComm(ProcessGroupComm):
         self._model = model
         model.peers = self._peers
         self._column_reducer = GradientReducer()
+        self._summed = False
 
     def name(self, rank: int) -> str:
         replica, stage = divmod(rank, self._model.stages)
         return f"stage rank {stage} of replica {replica}"
 
-    def reduce(self, gradients: GradientSums, backward: Callable[[], None] | None, present: Sequence[bool]) -> None:
-        wait = self._wait_for("reduce", self._device)
+    def reduce_early(self, gradients: GradientSums) -> None:
+        """Start with the sum over replicas, as soon as this rank has run its last backward; `reduce` does the rest."""
+        self._sum_over_replicas(gradients, lambda: None, [False] * len(gradients))
+        self._summed = True
+
+    def _sum_over_replicas(
+        self, gradients: GradientSums, backward: Callable[[], None] | None, present: Sequence[bool]
+    ) -> None:
         if self.replicas > 1:
+            wait = self._wait_for("reduce", self._device)
             self._column_reducer.reduce(self._model.column, gradients, backward, present, wait)
+
+    def reduce(self, gradients: GradientSums, backward: Callable[[], None] | None, present: Sequence[bool]) -> None:
+        if not self._summed:
+            self._sum_over_replicas(gradients, None, present)
+        self._summed = False
+        wait = self._wait_for("reduce", self._device)
         for index, group in self._model.tied:
             if present[index]:
                 gradient = gradients[index]
@@ -283,55 +336,15 @@ def connect_stages(model: StagedModel) -> StagedComm:
     return comm
 
 
-class _Chunk(nn.Module):
-    """Consecutive layers, run with the draws and the precision of the update."""
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self.begin(lambda _: None, None, [])
-
-    def begin(self, before_forward: Callable[[int], None], precision: Any, dtypes: Sequence[torch.dtype]) -> None:
-        """Start a group. dtypes: of what leaves this chunk, by microbatch."""
-        self._before_forward, self._precision, self._dtypes, self._next = before_forward, precision, dtypes, 0
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self._before_forward(self._next)
-        with self._precision():
-            for layer in self.layers:
-                hidden = layer(hidden)
-        dtype = self._dtypes[self._next]
-        self._next += 1
-        return hidden.to(dtype)
-
-
-class _Shapes:
-    """What each chunk takes and gives, found by running the layers on the meta device."""
-
-    def __init__(self, layers: Sequence[nn.Module], bounds: Sequence[int]) -> None:
-        self._layers = [copy.deepcopy(layer).to("meta").eval() for layer in layers]
-        self._bounds = bounds
-        self._known: dict[Shape, list[Shape]] = {}
-
-    def of(self, entering: Tensor) -> list[Shape]:
-        """Shape and dtype at the start of each chunk and at the end of the last, for one microbatch."""
-        key = (tuple(entering.shape), entering.dtype)
-        if key not in self._known:
-            with torch.no_grad(), preserved(torch.device("cpu")):
-                self._known[key] = self._found(torch.empty(key[0], dtype=key[1], device="meta"))
-        return self._known[key]
-
-    def _found(self, hidden: Any) -> list[Shape]:
-        shapes = [(tuple(hidden.shape), hidden.dtype)]
-        for index, layer in enumerate(self._layers, start=1):
-            hidden = layer(hidden)
-            if not isinstance(hidden, Tensor):
-                raise InputError.of(
-                    f"layer {index - 1}", type(hidden).__name__, "one tensor", "return what the next layer takes"
-                )
-            if index in self._bounds:
-                shapes.append((tuple(hidden.shape), hidden.dtype))
-        return shapes
+def _check_compiled(layers: Sequence[nn.Module], schedule: Schedule) -> None:
+    """Raise InputError for a compiled layer whose backward would be split: its graph has no part for its inputs."""
+    splits = any((schedule.split(order)[0] == W).any() for order in schedule.orders)
+    for index, layer in enumerate(layers):
+        if splits and any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in layer.modules()):
+            raise InputError.of(
+                f"layer {index}", "torch.compile", f"none under {schedule.name}, which splits the backward",
+                "leave it out, or take a schedule that does not, such as 1f1b",
+            )  # fmt: skip
 
 
 def _cut(layers: Sequence[nn.Module], chunks: int, costs: Sequence[float] | None) -> tuple[int, ...]:
@@ -343,6 +356,14 @@ def _cut(layers: Sequence[nn.Module], chunks: int, costs: Sequence[float] | None
     if len(layers) < chunks:
         raise InputError.of("layers", len(layers), f"{chunks} or more, one per chunk", "take fewer stages or chunks")
     return partition(costs, chunks).boundaries
+
+
+def _for_each(given: bool | Sequence[bool], stages: int) -> list[bool]:
+    each = [given] * stages if isinstance(given, bool) else list(given)
+    if len(each) != stages:
+        expected = f"one, or {stages}: one for each stage rank"
+        raise InputError.of("activation_checkpointing", f"{len(each)} values", expected, "give as many")
+    return each
 
 
 def _weight(layer: nn.Module) -> float:

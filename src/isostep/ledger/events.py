@@ -176,6 +176,25 @@ class MemoryObserved(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineObserved(Event):
+    """When each stage of a pipeline worked in this update was recorded in the file `path`, relative to the run.
+
+    Of the replica that took longest, beside what was predicted: makespans in seconds; busy shares, work of all ranks
+    of the replica / (P * makespan). bound: what bounds the run; see `schedule.measured.Bounds`.
+    """
+
+    event: ClassVar[str] = "timeline_observed"
+
+    attempted: int
+    path: str
+    makespan: float
+    predicted_makespan: float
+    busy_share: float
+    predicted_busy_share: float
+    bound: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointAnnounced(Event):
     """A checkpoint is durable at `path`, relative to the run; it has seen this many attempted updates.
 
@@ -224,8 +243,8 @@ Record = TypeVar("Record", Event, Counts)
 EVENTS: dict[str, type[Event]] = {
     kind.event: kind
     for kind in (
-        RunStarted, UpdateDone, Dropped, Evaluated, OutOfMemory, MemoryObserved, CheckpointAnnounced, Resumed,
-        RunEnded,
+        RunStarted, UpdateDone, Dropped, Evaluated, OutOfMemory, MemoryObserved, TimelineObserved, CheckpointAnnounced,
+        Resumed, RunEnded,
     )
 }  # fmt: skip
 

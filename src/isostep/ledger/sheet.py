@@ -32,7 +32,7 @@ from .events import (
 from .fold import prove_coverage
 from .ledger import read
 from .sheet_text import sheet_text
-from .words import find
+from .words import find, stages_of
 
 __all__ = ["LEDGER", "read_run", "sheet", "sheet_text"]
 
@@ -211,16 +211,23 @@ def _clipping(book: Book) -> dict[str, Any]:
 
 
 def _memory(book: Book) -> list[dict[str, Any]]:
-    """Peaks in bytes of each start that observed some: its last observation, an entry per replica."""
+    """Peaks in bytes of each start that observed some: its last observation, an entry per replica, or per stage."""
     peaks = []
     for events in book.starts:
         first = events[0]
+        stages = stages_of(getattr(first, "how", {}))
         for seen in [event for event in events if isinstance(event, MemoryObserved)][-1:]:
             rows = zip(seen.devices, seen.baseline, seen.first_group, seen.later_groups, strict=False)
             names = ("device", "baseline", "first_group", "later_groups")
-            replicas = [{"replica": i} | dict(zip(names, row, strict=True)) for i, row in enumerate(rows)]
+            replicas = [_place(i, stages) | dict(zip(names, row, strict=True)) for i, row in enumerate(rows)]
             peaks.append({"from_update": first.from_update if isinstance(first, Resumed) else 0, "replicas": replicas})
     return peaks
+
+
+def _place(rank: int, stages: int) -> dict[str, int]:
+    """Where a rank is; the replica is the outermost."""
+    replica, stage = divmod(rank, stages)
+    return {"replica": replica} | ({"stage": stage} if stages > 1 else {})
 
 
 def _checkpoints(book: Book) -> dict[str, Any]:

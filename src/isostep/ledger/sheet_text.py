@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from ..units import count
-from .words import duration, find, mebibytes, moment, number, whole
+from .words import duration, find, mebibytes, moment, number, stages_of, whole
 
 WIDTH = 88
 LABEL = 20
@@ -119,13 +119,22 @@ def _layout(layout: dict[str, Any]) -> list[Row]:
     spread = layout["microbatches_per_replica"]
     fewest, most = spread or (None, None)
     many = "-" if most is None else str(most) if fewest == most else f"{fewest} to {most}"
-    extras = [name.replace("_", " ") for name in ("overlap", "activation_checkpointing") if layout["how"].get(name)]
+    recomputes = layout["how"].get("activation_checkpointing")
+    extras = ["overlap"] if layout["how"].get("overlap") else []
+    if recomputes is True or (isinstance(recomputes, list) and any(recomputes)):
+        stages = [] if recomputes is True else [str(stage) for stage, on in enumerate(recomputes) if on]
+        extras.append("activation checkpointing" + (f" of stage {', '.join(stages)}" if stages else ""))
     return [
         ("D", count(layout["replicas"], "replica") if layout["replicas"] else "-"),
+        ("P", _stages(layout["how"])),
         ("m", _microbatch(layout["how"], layout["mean_examples_per_microbatch"])),
         ("A", f"{many} microbatch{'' if many == '1' else 'es'} per replica and update"),
         ("with", ", ".join(extras) or None),
     ]
+
+
+def _stages(how: dict[str, Any]) -> str | None:
+    return f"{how['stages']} stages, {how.get('schedule')}" if stages_of(how) > 1 else None
 
 
 def _microbatch(how: dict[str, Any], mean: float | None) -> str:
@@ -283,7 +292,8 @@ def _memory(starts: list[dict[str, Any]]) -> str:
         where = "" if len(starts) == 1 else f", from update {start['from_update']:,}"
         for entry in start["replicas"][:MOST_ROWS]:
             peaks = [mebibytes(entry[name]) for name in ("baseline", "first_group", "later_groups")]
-            rows.append([f"replica {entry['replica']}{where}", entry["device"], *peaks])
+            stage = f", stage {entry['stage']}" if "stage" in entry else ""
+            rows.append([f"replica {entry['replica']}{stage}{where}", entry["device"], *peaks])
         if left := start["replicas"][MOST_ROWS:]:
             names = ("baseline", "first_group", "later_groups")
             highest = [max((e[name] for e in left if e[name] is not None), default=None) for name in names]

@@ -48,3 +48,9 @@ def moment(unix_seconds: float) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(float(unix_seconds)))
     except (ValueError, OverflowError, OSError):
         return "-"
+
+
+def stages_of(how: dict[str, Any]) -> int:
+    """P of a layout; 1 where it does not say."""
+    stages = how.get("stages")
+    return stages if isinstance(stages, int) and stages > 0 else 1

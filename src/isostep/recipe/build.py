@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,11 @@ from ..memory import is_out_of_memory
 from ..models.decoder import Decoder, DecoderConfig
 from ..objective import causal_lm
 from ..optimizers import build_optimizers, set_learning_rate
+from ..schedule.drawing import percent
+from ..units import count
 from ..updater import Updater
+from .staging import Staging, sample, stage
+from .state import Held
 
 
 @dataclass
@@ -39,16 +43,24 @@ class Training:
     learning_rate: LearningRate
     device: torch.device
     examples_per_microbatch: int | None
+    staging: Staging | None = None
 
     @property
-    def modules(self) -> dict[str, nn.Module]:
-        """The modules whose state a checkpoint keeps."""
-        return {"model": self.model} | ({"average": self.average} if self.average is not None else {})
+    def weights(self) -> nn.Module:
+        """What this rank trains."""
+        return self.model if self.staging is None else self.staging.model.layers
 
     @property
-    def judged(self) -> nn.Module:
-        """The module that is validated: the average of the weights where one is kept and has begun."""
-        return self.model if self.average is None or not self.average.n_averaged else self.average.module
+    def held(self) -> Held:
+        """What a checkpoint keeps."""
+        if self.staging is not None:
+            return self.staging.held(self.average)
+        return Held.whole({"model": self.model} | ({"average": self.average} if self.average is not None else {}))
+
+    @property
+    def judged(self) -> nn.Module | None:
+        """What is validated instead of the trained weights: their average, where one is kept and has begun."""
+        return self.average.module if self.average is not None and self.average.n_averaged else None
 
     @property
     def planned_updates(self) -> int | None:
@@ -89,11 +101,11 @@ class Training:
     def facts(self) -> dict[str, Any]:
         """What a report wants to know beside the configuration."""
         return {
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "parameters": sum(parameter.numel() for parameter in self._parameters),
             "schedule": self.learning_rate.text(),
             "schedule_total": self.learning_rate.total,
             "planned_updates": self.planned_updates,
-            "devices": [str(self.device)] * self.updater.replicas,
+            "devices": [str(self.device)] * self.updater.replicas * self.config.layout.stages,
             "terms": {
                 causal_lm.name: {
                     "coefficient": causal_lm.coefficient,
@@ -102,7 +114,7 @@ class Training:
             },
             "left_out": self.train.num_left_out,
             "validation_examples": len(self.validation),
-        }
+        } | ({} if self.staging is None else {"cut": self.staging.cut()})
 
     def announcement(self, what_hash: str) -> list[str]:
         """What is going to be trained, a line each."""
@@ -112,6 +124,7 @@ class Training:
             f"decoder of {facts['parameters']:,} parameters; what {what_hash[:12]}",
             f"{len(self.train):,} examples to train on{left_out}; {len(self.validation):,} to validate",
             *ladder(self.groups.plan, self.updater.replicas, self.config.model.context_length).splitlines(),
+            *([] if self.staging is None else self.staging.text()),
             f"learning rate: {facts['schedule']}",
             *self._notes(),
         ]
@@ -126,12 +139,25 @@ class Training:
         end = _derived_total(self.config, self.groups, self.train, quality.axis)
         if rule is not None and end is not None and parse_rule(rule)[2] > end:
             yield f"note: the quality rule {rule!r} lies beyond the run's end at {end:,} {quality.axis}"
+        if self.config.run.timeline and self.staging is None:
+            yield "note: a timeline is of stages, of which this run has one: nothing is measured"
         first, _ = next(self.groups.plan.walk(Cursor(), 1))
+        stages, most = self.config.layout.stages, -(-len(first.microbatches) // self.updater.replicas)
+        if most < stages:
+            yield (
+                f"note: a replica has {count(most, 'microbatch')} for {stages} stages, which are busy at most "
+                f"{percent(most / (most + stages - 1))} of the time: smaller microbatches would keep them busy"
+            )
         if len(first.microbatches) < self.updater.replicas:
             yield (
                 f"note: an update has {len(first.microbatches)} microbatches for {self.updater.replicas} replicas, "
                 "some of which have nothing to do: smaller microbatches would keep them busy"
             )
+
+    @property
+    def _parameters(self) -> Iterable[nn.Parameter]:
+        """Of the whole model, each once."""
+        return self.model.parameters() if self.staging is None else self.staging.model.all_parameters
 
     def set_learning_rate(self) -> float:
         """Set the learning rate of the next update by what has been applied; returns it."""
@@ -149,16 +175,25 @@ def device_of_worker() -> torch.device:
 def build(config: Config, train: Any, validation: Any) -> Training:
     """Everything at the run's first update; `place` moves it on. Raises InputError for sizes that do not fit."""
     device = device_of_worker()
+    size = config.layout.examples_per_microbatch
+    size = 1 if size == "auto" else size  # until it is known
+    plan = grouped(config, train, size, Cursor())
+    model: nn.Module
+    staging, held = None, None
     try:
-        model = _decoder(config).to(device)
+        model = decoder = _decoder(config).to(device)
+        if config.layout.stages > 1:
+            staging = stage(config, decoder, sample(plan, train))
+            model, held = staging.model, staging.holds
         decay = config.optimizer.ema_decay
-        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay)) if decay else None
+        weights = model if staging is None else staging.model.layers
+        average = AveragedModel(weights, multi_avg_fn=get_ema_multi_avg_fn(decay)) if decay else None
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         shape = f"width {config.model.width}, depth {config.model.depth}"
         raise InputError.of("model", shape, "one that fits in memory", "lower [model] width or depth") from None
-    optimizers = build_optimizers(model, config.optimizer)
+    optimizers = build_optimizers(decoder, config.optimizer, held)
     updater = Updater(
         model,
         optimizers,
@@ -168,17 +203,15 @@ def build(config: Config, train: Any, validation: Any) -> Training:
         overlap=config.layout.overlap,
         seed=config.update.seed,
     )
-    size = config.layout.examples_per_microbatch
-    size = 1 if size == "auto" else size  # until it is known
-    plan = grouped(config, train, size, Cursor())
     rate = learning_rate_of(config.schedule, _derived_total(config, plan, train, config.schedule.unit))
-    return Training(config, model, average, optimizers, updater, train, validation, plan, rate, device, size)
+    return Training(config, model, average, optimizers, updater, train, validation, plan, rate, device, size, staging)
 
 
 def _decoder(config: Config) -> Decoder:
     model = config.model
     shape = DecoderConfig(VOCAB_SIZE, model.context_length, width=model.width, depth=model.depth, heads=model.heads)
-    return Decoder(shape, seed=model.initial_seed, activation_checkpointing=config.layout.activation_checkpointing)
+    recomputes = config.layout.stages == 1 and bool(config.layout.activation_checkpointing)  # else its stages do
+    return Decoder(shape, seed=model.initial_seed, activation_checkpointing=recomputes)
 
 
 def grouped(config: Config, train: Any, examples_per_microbatch: int | None, start: Cursor) -> Groups:

@@ -1,4 +1,4 @@
-"""What replica 0 tells of a run: the ledger, the terminal, trackers. On the other replicas it does nothing."""
+"""What rank 0 tells of a run: the ledger, the terminal, trackers. On the other ranks it does nothing."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .run_dir import RunDirectory
 
 
 class Reporter:
-    """A context manager around a run. `lead` is replica 0."""
+    """A context manager around a run. `lead` is rank 0."""
 
     def __init__(self, training: Training, directory: RunDirectory, *, resumed: bool, quiet: bool) -> None:
-        """Raises InputError on every replica where replica 0 cannot open the ledger or a tracker."""
-        self.lead = training.updater.replica == 0
+        """Raises InputError on every rank where rank 0 cannot open the ledger or a tracker."""
+        self.lead = training.updater.rank == 0
         self._training, self._directory, self._resumed = training, directory, resumed
         self._ledger: Ledger | None = None
         self._trackers: list[Tracker] = []

@@ -1,15 +1,17 @@
-"""A run for the terminal: its sheet, and pictures of its curves and of its coverage. Imports no torch."""
+"""A run for the terminal: its sheet, pictures of its curves, its coverage and its timeline. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..errors import InputError
 from ..ledger import Evaluated, Event, UpdateDone, standing_events
 from ..ledger.places import places
 from ..ledger.sheet_text import sheet_text
 from ..ledger.words import find
 from .plot import plot, shares, sparkline
+from .timeline import Timeline
 
 NARROWEST, WIDEST = 80, 100
 PLOT_HEIGHT = 12
@@ -19,8 +21,13 @@ AFTER = 36
 """Columns that are left for numbers behind a bar."""
 
 
-def report_text(document: dict[str, Any], events: Sequence[Event], width: int) -> str:
-    """The sheet of `document`, then the pictures that the events give, at most `width` columns wide (80 to 100)."""
+def report_text(
+    document: dict[str, Any], events: Sequence[Event], width: int, timeline: Timeline | InputError | None = None
+) -> str:
+    """The sheet of `document`, then the pictures that the events and the timeline give.
+
+    At most `width` columns wide (80 to 100). timeline: the error, where there should be one and is not.
+    """
     width = max(NARROWEST, min(WIDEST, width))
     standing = standing_events(events)
     applied = [event for event in standing if isinstance(event, UpdateDone) and event.status == "applied"]
@@ -28,8 +35,16 @@ def report_text(document: dict[str, Any], events: Sequence[Event], width: int) -
         list(_loss(standing, find(document, "run", "run", "x_axis") or "updates", width)),
         list(_lines_of_bars(applied, width)),
         list(_coverage(document["coverage"], document["num_examples"], width)),
+        list(_timeline(timeline, width)),
     ]
     return "\n\n".join([sheet_text(document, width), *("\n".join(lines) for lines in pictures if lines)])
+
+
+def _timeline(timeline: Timeline | InputError | None, width: int) -> Iterator[str]:
+    if isinstance(timeline, Timeline):
+        yield timeline.text(width)
+    elif timeline is not None:
+        yield f"pipeline timeline: not shown: {timeline}"
 
 
 def _loss(standing: Sequence[Event], axis: str, width: int) -> Iterator[str]:

@@ -15,6 +15,7 @@ from .ir import OPS, B, F, I, Schedule, W
 
 MAX_COST = 1e12
 Numbers = float | Sequence[float]
+Shares = float | None | Sequence[float | None]
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,11 @@ class Costs:
     """c of each link, between a chunk and the next, P * v - 1 of them; 0 counts where both are on one rank."""
     activation: tuple[float, ...]
     """What one microbatch holds on each chunk between forward and backward, in any unit; 1 counts activations."""
+    recompute: tuple[float | None, ...]
+    """Of each chunk. None: its activations are kept. A share: that much is kept, the input of the chunk, and the rest
+    is computed again before its backward, which takes f longer."""
     weight_share: float = 1.0
     """The share of it that a weight backward still needs once the input backward has run."""
-    recompute: float | None = None
-    """None: activations are kept. A share: that much is kept, the input of the chunk, and the rest is computed again
-    before the backward, which takes f longer."""
     blocking: bool = False
     """The sender is busy during its transfers too."""
 
@@ -50,7 +51,7 @@ class Costs:
         *,
         activation: Numbers = 1.0,
         weight_share: float = 1.0,
-        recompute: float | None = None,
+        recompute: Shares = None,
         blocking: bool = False,
     ) -> Costs:
         """Costs for a schedule: one number for all of its chunks (links), or one for each in model order.
@@ -59,17 +60,15 @@ class Costs:
         for a share that is not in 0 to 1.
         """
         chunks, links = schedule.num_chunks, schedule.num_chunks - 1
-        for name, share in (("weight-share", weight_share), ("recompute", recompute)):
-            if share is not None and not 0 <= share <= 1:
-                raise InputError.of(name, share, "a share from 0 to 1", "choose another")
+        _check_share("weight-share", weight_share)
         return cls(
             forward=numbers("forward", forward, chunks),
             input_grad=numbers("input-grad", input_grad, chunks),
             weight_grad=numbers("weight-grad", weight_grad, chunks),
             transfer=numbers("transfer", transfer, links),
             activation=numbers("activation", activation, chunks),
+            recompute=_shares("recompute", recompute, chunks),
             weight_share=weight_share,
-            recompute=recompute,
             blocking=blocking,
         )
 
@@ -81,12 +80,15 @@ class Costs:
         input_grad: Numbers = 1.0,
         weight_grad: Numbers = 1.0,
         transfer: Numbers = 0.0,
+        *,
+        recompute: Shares = None,
         **others: Any,
     ) -> Costs:
         """The same model and machine for every schedule: costs of P whole stages, which v chunks a rank share evenly.
 
-        Chunk k of P * v costs 1/v of stage k // v, and holds 1/v of an activation. transfer: one number, or one for
-        each of the P - 1 links between neighbouring ranks; from the last rank to the first the slowest of them.
+        Chunk k of P * v costs 1/v of stage k // v, holds 1/v of an activation, and recomputes if that stage does.
+        transfer: one number, or one for each of the P - 1 links between neighbouring ranks; from the last rank to the
+        first the slowest of them.
         others: as in `of`. Raises InputError as `of` does.
         """
         v, ranks = schedule.chunks, schedule.rank_of
@@ -95,6 +97,7 @@ class Costs:
             whole = numbers(name, given, schedule.stages, "stage")
             return tuple(whole[chunk // v] / v for chunk in range(schedule.num_chunks))
 
+        again = _shares("recompute", recompute, schedule.stages, "stage")
         links = numbers("transfer", transfer, schedule.stages - 1)
         between = [links[min(a, b)] if abs(a - b) == 1 else max(links, default=0.0) for a, b in pairwise(ranks)]
         return cls.of(
@@ -104,12 +107,13 @@ class Costs:
             cut("weight-grad", weight_grad),
             between,
             activation=1 / v,
+            recompute=[again[chunk // v] for chunk in range(schedule.num_chunks)],
             **others,
         )
 
     def durations(self) -> list[list[float]]:
         """The time of each op (in the order of OPS) on each chunk."""
-        again = (0.0,) * len(self.forward) if self.recompute is None else self.forward
+        again = [0.0 if kept is None else f for f, kept in zip(self.forward, self.recompute, strict=True)]
         inputs = [b + f for b, f in zip(self.input_grad, again, strict=True)]
         full = [b + w for b, w in zip(inputs, self.weight_grad, strict=True)]
         return [list(self.forward), full, inputs, list(self.weight_grad)]
@@ -119,14 +123,14 @@ class Costs:
 
         trains: False where there is no backward to hold an activation for, so that a forward frees its own.
         """
-        kept = 1.0 if self.recompute is None else self.recompute
-        takes, frees = np.zeros(len(OPS)), np.zeros(len(OPS))
+        kept = np.array([1.0 if share is None else share for share in self.recompute])
+        takes, frees = np.zeros((len(OPS), len(kept))), np.zeros((len(OPS), len(kept)))
         takes[F] = kept
         takes[B] = takes[I] = 1 - kept
         frees[B], frees[I], frees[W] = 1.0, 1 - self.weight_share, self.weight_share
         if not trains:
             takes[F] = frees[F] = 1.0
-        return np.outer(takes, self.activation), np.outer(frees, self.activation)
+        return takes * self.activation, frees * self.activation
 
 
 def numbers(name: str, given: Numbers, count: int, one: str = "chunk") -> tuple[float, ...]:
@@ -135,8 +139,27 @@ def numbers(name: str, given: Numbers, count: int, one: str = "chunk") -> tuple[
     for value in values:
         if not (math.isfinite(value) and 0 <= value <= MAX_COST):
             raise InputError.of(name, value, f"a number from 0 to {MAX_COST:g}", "choose another")
+    each = "link" if name == "transfer" else one
+    return tuple(map(float, _for_each(name, values, count, each)))
+
+
+def _shares(name: str, given: Shares, count: int, one: str = "chunk") -> tuple[float | None, ...]:
+    """`count` checked shares, None where there is none. Raises InputError."""
+    values = (given,) if given is None or isinstance(given, int | float) else tuple(given)
+    for value in values:
+        if value is not None:
+            _check_share(name, value)
+    return _for_each(name, values, count, one)
+
+
+def _check_share(name: str, share: float) -> None:
+    if not 0 <= share <= 1:
+        raise InputError.of(name, share, "a share from 0 to 1", "choose another")
+
+
+def _for_each(name: str, values: tuple[Any, ...], count: int, one: str) -> tuple[Any, ...]:
+    """One value for all, or one for each. Raises InputError for another number of them."""
     if len(values) not in (1, count):
-        each = "link" if name == "transfer" else one
-        expected = f"1 number, or {count}: one for each {each}" if count > 1 else "1 number"
+        expected = f"1 number, or {count}: one for each {one}" if count > 1 else "1 number"
         raise InputError.of(name, f"{len(values)} numbers", expected, "give as many")
-    return tuple(float(value) for value in (values * count if len(values) == 1 else values))
+    return values * count if len(values) == 1 else values

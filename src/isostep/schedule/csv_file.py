@@ -22,7 +22,7 @@ from .validate import first_fault
 
 ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 OVERLAPPED = re.compile(r"\((\d{1,9}F\d{1,9});(\d{1,9}B\d{1,9})\)OVERLAP_F_B")
-COMMUNICATION = re.compile(r"\d{1,9}(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d{0,9}")
+COMMUNICATION = re.compile(r"\d{1,9}(WAIT_)?(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d{0,9}")
 MAX_BYTES = 1 << 30
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..errors import InputError
 from ..explain.draw import number
@@ -13,13 +13,18 @@ from ..units import count
 
 if TYPE_CHECKING:
     from .ir import Schedule
+    from .measured import Measured
     from .simulate import Simulation, Span
 
 WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 """Each op in words, in the order of legends."""
 
 
-def heading(sim: Simulation) -> str:
+Timeline: TypeAlias = "Simulation | Measured"
+"""What can be drawn, in one unit of time, whatever it is."""
+
+
+def heading(sim: Timeline) -> str:
     """Which schedule over what: 1f1b, 4 stages, 8 microbatches. Of one from a file, the name of the file."""
     schedule = sim.schedule
     file = "".join(letter if letter.isprintable() else "?" for letter in Path(schedule.name).name)
@@ -42,7 +47,7 @@ def peaks(held: Sequence[float]) -> str:
     return each if len(held) <= 8 and len(each) <= 16 else f"{number(min(held))} to {number(max(held))}"
 
 
-def unit(sim: Simulation) -> str:
+def unit(sim: Timeline) -> str:
     """What the numbers of `peak_memory` and `in_flight` count, as far as the costs tell."""
     each = set(sim.costs.activation)
     if sim.schedule.chunks > 1 and each == {1.0}:
@@ -69,7 +74,7 @@ SHORTEST = 1e-9
 """The shortest window that is drawn, as a share of the makespan."""
 
 
-def window(sim: Simulation, start: float, end: float | None) -> tuple[float, float]:
+def window(sim: Timeline, start: float, end: float | None) -> tuple[float, float]:
     """The part of the time to draw, in the unit of the costs; `end` None or beyond the makespan is the makespan.
 
     Raises InputError where it is empty or next to it, negative, not a number, or begins after the makespan.
@@ -87,7 +92,7 @@ def window(sim: Simulation, start: float, end: float | None) -> tuple[float, flo
     return start, end
 
 
-def first_spans(sim: Simulation, start: float, end: float, most: int) -> tuple[list[Span], float]:
+def first_spans(sim: Timeline, start: float, end: float, most: int) -> tuple[list[Span], float]:
     """At most `most` spans of a window, and the end of the window that they fill: the first part where they are more.
 
     The work done grows with `most` and not with the number of actions in the window.

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 from ..errors import InputError
 from ..explain.draw import number
 from ..units import count
-from .drawing import WORDS, first_spans, heading, local_chunks, peaks, percent, shown_ranks, unit, window
+from .drawing import WORDS, Timeline, first_spans, heading, local_chunks, peaks, percent, shown_ranks, unit, window
 from .svg import CHARACTER, STYLE, Frame, axis, decimal, document, legend, tag
 from .weights import ROUNDING
 
 if TYPE_CHECKING:
+    from .measured import Comparison
     from .simulate import Simulation, Span
 
 MAX_SPANS = 4000
@@ -91,6 +92,38 @@ def memory(
     return "\n".join(document(width, height + 10, title, "; ".join(told) + ".", [*body, *lines, *times, *key], style))
 
 
+def pair(compared: Comparison, title: str, width: int = 960) -> str:
+    """A whole SVG of a prediction above what was measured, on one axis of time in milliseconds.
+
+    Rectangles are those of `draw`, each panel's in a group of the class `panel`. Where there are more than 4,000
+    actions, the beginning is drawn and the title says so. Raises InputError for a width below 320 or above 10,000.
+    """
+    _check_width(width)
+    panels: dict[str, Timeline] = {"predicted": compared.predicted, "measured": compared.measured}
+    whole = max(each.makespan for each in panels.values())
+    end = min(first_spans(each, 0.0, whole, MAX_SPANS // 2)[1] for each in panels.values())
+    title = f"{title}: {heading(compared.measured)}, predicted and measured, in ms"
+    if end < whole:
+        title += f": from 0 to {end:.4g} of {whole:.4g}"
+    top = TOP + 38
+    above = _Rows.of(compared.predicted, width, 0.0, end, top)
+    below = _Rows.of(compared.measured, width, 0.0, end, above.bottom + 42)
+    lines, times = axis(above.frame, top, below.bottom)
+    body, marks = [*above.lanes(), *below.lanes(), *lines], {}
+    for rows, (name, each) in zip((above, below), panels.items(), strict=True):
+        spans, links = each.spans(0.0, end), list(_links(each, rows))
+        name = f"{name}: makespan {each.makespan:.4g} ms, ranks busy {percent(each.busy_share)}"
+        body += ['<g class="panel">', tag("text", "", name, x=rows.frame.left, y=min(rows.y.values()) - 10)]
+        body += [*_spans(spans, rows, _levels(each)), *links, "</g>"]
+        marks |= {words: mark for mark, words in _marks(each, spans, bool(links))}
+    key, height = legend(((m, words) for words, m in marks.items()), above.frame.left, width - 20, below.bottom + 32)
+    errors = f"makespan {compared.makespan_error:+.1%}, busy share {100 * compared.busy_share_error:+.1f} points"
+    told = [f"Error of the prediction: {errors}.", compared.sentence]
+    head = [tag("text", "heading", title, x=20, y=27)]
+    head += [tag("text", "quiet", text, x=20, y=47 + 17 * row) for row, text in enumerate(told)]
+    return "\n".join(document(width, height + 10, title, " ".join(told), [*head, *body, *times, *key], style=True))
+
+
 @dataclass(frozen=True)
 class _Rows:
     """Where the ranks lie."""
@@ -102,12 +135,12 @@ class _Rows:
     stages: int
 
     @classmethod
-    def of(cls, sim: Simulation, width: int, start: float, end: float) -> _Rows:
+    def of(cls, sim: Timeline, width: int, start: float, end: float, top: float = TOP) -> _Rows:
         stages = sim.schedule.stages
         pitch = next(pitch for most, pitch in _PITCHES if stages <= most)
         ranks = shown_ranks(stages, MAX_RANKS)
         gap = [16.0 if rank >= MAX_RANKS // 2 and len(ranks) < stages else 0.0 for rank in ranks]
-        y = {rank: TOP + row * pitch + gap[row] for row, rank in enumerate(ranks)}
+        y = {rank: top + row * pitch + gap[row] for row, rank in enumerate(ranks)}
         return cls(frame_of(sim, width, start, end), pitch, y, stages)
 
     @property
@@ -140,7 +173,7 @@ def _check_width(width: int) -> None:
         raise InputError.of("width", width, f"{MIN_WIDTH} to {MAX_WIDTH:,} pixels", "choose another")
 
 
-def frame_of(sim: Simulation, width: int, start: float, end: float) -> Frame:
+def frame_of(sim: Timeline, width: int, start: float, end: float) -> Frame:
     """Where time lies on a picture of this width."""
     return Frame(width, 38 + 12 * CHARACTER * len(f"rank {sim.schedule.stages - 1}"), start, end)
 
@@ -164,7 +197,7 @@ def _fitting(clauses: Sequence[str], width: int) -> str:
     return "; ".join(fitting)
 
 
-def _levels(sim: Simulation) -> list[int]:
+def _levels(sim: Timeline) -> list[int]:
     """The tint of each stage index, 0 to 3, by its place among the chunks of its rank."""
     tints = {1: (1,), 2: (1, 2)}.get(sim.schedule.chunks, (0, 1, 2, 3))
     return [tints[chunk % len(tints)] for chunk in local_chunks(sim.schedule)]
@@ -206,7 +239,7 @@ def _label(op: str, microbatch: int, characters: float) -> str:
     return number_text if len(number_text) + 0.5 <= characters else ""
 
 
-def _links(sim: Simulation, rows: _Rows) -> Iterator[str]:
+def _links(sim: Timeline, rows: _Rows) -> Iterator[str]:
     """Transfers, as one path of thin lines for each direction."""
     paths: dict[str, list[str]] = {"F": [], "B": []}
     frame = rows.frame
@@ -222,7 +255,7 @@ def _links(sim: Simulation, rows: _Rows) -> Iterator[str]:
             yield tag("path", f"link {op.lower()}", d="".join(path))
 
 
-def _marks(sim: Simulation, spans: Sequence[Span], links: bool) -> Iterator[tuple[str, str]]:
+def _marks(sim: Timeline, spans: Sequence[Span], links: bool) -> Iterator[tuple[str, str]]:
     """The marks of the legend and their words."""
     levels = _levels(sim)
     present = {span.op for span in spans}
@@ -298,4 +331,4 @@ def _steps(curve: Sequence[tuple[float, float]], frame: Frame) -> list[tuple[flo
     return points
 
 
-__all__ = ["MAX_SPANS", "MIN_WIDTH", "STYLE", "draw", "frame_of", "memory"]
+__all__ = ["MAX_SPANS", "MIN_WIDTH", "STYLE", "draw", "frame_of", "memory", "pair"]

@@ -1,9 +1,9 @@
-"""A simulation as a Gantt chart in characters: one line per rank, readable at 80 columns, with or without colour."""
+"""Timelines as a Gantt chart in characters: one line per rank, readable at 80 columns, with or without colour."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -15,10 +15,10 @@ from rich.text import Text
 from ..errors import InputError
 from ..explain.draw import ASCII, QUIET, number
 from ..units import count
-from .drawing import WORDS, axis_step, axis_times, first_spans, local_chunks, shown_ranks, window
+from .drawing import WORDS, Timeline, axis_step, axis_times, first_spans, local_chunks, shown_ranks, window
 
 if TYPE_CHECKING:
-    from .simulate import Simulation, Span
+    from .simulate import Span
 
 MAX_RANKS = 40
 MAX_SPANS = 200_000
@@ -62,7 +62,7 @@ class Scale:
         return (time - self.start) / (self.end - self.start) * self.columns
 
 
-def draw(sim: Simulation, start: float = 0.0, end: float | None = None, width: int = 80) -> Gantt:
+def draw(sim: Timeline, start: float = 0.0, end: float | None = None, width: int = 80) -> Gantt:
     """The Gantt chart of a window of time (in the unit of the costs) in lines of at most `width` columns.
 
     Where starts and ends fall on a grid that fits, a tick is a cell of one to a few columns, drawn exactly; else the
@@ -79,18 +79,44 @@ def draw(sim: Simulation, start: float = 0.0, end: float | None = None, width: i
     ranks = shown_ranks(sim.schedule.stages, MAX_RANKS)
     gutter = len(f"rank {sim.schedule.stages - 1}") + 2
     if end is None:
-        last = min(last, first + _readable(sim, first, width - gutter))
+        last = min(last, first + _readable(sim, width - gutter))
     spans, last = first_spans(sim, first, last, MAX_SPANS)
     labels = len(str(sim.schedule.num_microbatches - 1)) + 1
     scale = _scale([span for span in spans if span.end > span.start], first, last, width - gutter, labels)
-    return Gantt(tuple(_lines(sim, spans, scale, ranks, gutter)))
+    more = ""
+    if (first, last) != (0.0, sim.makespan):
+        more = f"from {number(first)} to {number(last)} of {number(sim.makespan)}; zoom with --from and --to"
+    return Gantt((*_ranks(sim, spans, scale, ranks, gutter), *_below(sim, spans, scale, gutter, more)))
 
 
-def _readable(sim: Simulation, start: float, columns: int) -> float:
-    """The time from `start` in which a column is no longer than the shortest action, or a third of the mean one."""
+def pair(named: Mapping[str, Timeline], width: int = 80) -> Gantt:
+    """The Gantt charts of timelines of one schedule below each other on one scale of time, each under its name.
+
+    Where the longest one is twice as dense as `draw` allows, the beginning is drawn, and the last line says so. Raises
+    InputError for a width below 40 or above 1,000.
+    """
+    if not MIN_WIDTH <= width <= MAX_WIDTH:
+        raise InputError.of("width", width, f"{MIN_WIDTH} to {MAX_WIDTH} columns", "choose another")
+    longest = max(named.values(), key=lambda each: each.makespan)
+    stages = longest.schedule.stages
+    ranks, gutter = shown_ranks(stages, MAX_RANKS), len(f"rank {stages - 1}") + 2
+    end = min(longest.makespan, 2 * _readable(longest, width - gutter))
+    scale = Scale(0.0, end, width - gutter, 0)
+    lines: list[Text] = []
+    for name, timeline in named.items():
+        lines.append(Text(name, "bold"))
+        for line in _ranks(timeline, timeline.spans(0.0, end), scale, ranks, gutter):
+            line.truncate(gutter + math.ceil(scale.column(min(end, timeline.makespan))))
+            lines.append(line)
+    more = f"from 0 to {number(end)} of {number(longest.makespan)}" if end < longest.makespan else ""
+    return Gantt((*lines, *_below(longest, longest.spans(0.0, end), scale, gutter, more)))
+
+
+def _readable(sim: Timeline, columns: int) -> float:
+    """The time in which a column is no longer than the shortest action, or a third of the mean one."""
     shortest = min(cost for row in sim.costs.durations() for cost in row if cost)
     mean = sum(sim.busy) / sim.schedule.size
-    return min(sim.makespan - start, columns * max(shortest, mean / 3))
+    return columns * max(shortest, mean / 3)
 
 
 def _scale(spans: Sequence[Span], start: float, end: float, columns: int, labels: int) -> Scale:
@@ -120,7 +146,8 @@ def _tick(spans: Sequence[Span], start: float, end: float, columns: int) -> floa
     return 0.0
 
 
-def _lines(sim: Simulation, spans: Sequence[Span], scale: Scale, ranks: Sequence[int], gutter: int) -> Iterator[Text]:
+def _ranks(sim: Timeline, spans: Sequence[Span], scale: Scale, ranks: Sequence[int], gutter: int) -> Iterator[Text]:
+    """A line per rank."""
     chunks = local_chunks(sim.schedule)
     of_rank: dict[int, list[Span]] = {rank: [] for rank in ranks}
     for span in spans:
@@ -141,11 +168,14 @@ def _lines(sim: Simulation, spans: Sequence[Span], scale: Scale, ranks: Sequence
                 odd = chunks[span.stage] % 2 == 1
                 line.append(_mark(span, length, odd, span.op in labelled, scale.cell), COLOURS[span.op])
         yield line
+
+
+def _below(sim: Timeline, spans: Sequence[Span], scale: Scale, gutter: int, more: str) -> Iterator[Text]:
+    """The axis, the legend, and what part of the time this is."""
     yield Text(_axis(scale, gutter), QUIET)
     yield _legend({span.op for span in spans}, sim.schedule.chunks)
-    if (scale.start, scale.end) != (0.0, sim.makespan):
-        window_shown = f"from {number(scale.start)} to {number(scale.end)} of {number(sim.makespan)}"
-        yield Text(f"{window_shown}; zoom with --from and --to", QUIET)
+    if more:
+        yield Text(more, QUIET)
 
 
 def _runs(spans: Sequence[Span], scale: Scale) -> list[tuple[Span | None, int]]:

@@ -1,29 +1,28 @@
-"""A simulation in the trace event format of Chrome, for chrome://tracing and ui.perfetto.dev."""
+"""Timelines in the trace event format of Chrome, for chrome://tracing and ui.perfetto.dev."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .drawing import WORDS, heading, unit
+from .drawing import WORDS, Timeline, heading, unit
 
 if TYPE_CHECKING:
-    from .simulate import Simulation, Span
+    from .simulate import Span
 
 MICROSECONDS = 1000.0
 """Of one unit of cost: it is drawn as 1 ms."""
-PID = 0
 
 
-def document(sim: Simulation) -> dict[str, Any]:
+def document(*replicas: Timeline) -> dict[str, Any]:
     """The trace: a thread per rank, an event per action, a flow per transfer, a counter of what each rank holds.
 
-    Times are microseconds, one unit of cost is 1 ms. Grows with the number of actions.
+    Each replica is a process, the first one names the whole. Times are microseconds, one unit of cost is 1 ms. Grows
+    with the number of actions.
     """
-    spans = sim.spans()
-    events = [*_names(sim), *map(_action, spans), *_flows(sim, spans), *_counters(sim)]
+    sim = replicas[0]
     return {
-        "traceEvents": events,
+        "traceEvents": [event for replica, each in enumerate(replicas) for event in _events(each, replica)],
         "displayTimeUnit": "ms",
         "otherData": {
             "schedule": heading(sim),
@@ -34,10 +33,16 @@ def document(sim: Simulation) -> dict[str, Any]:
     }
 
 
-def _names(sim: Simulation) -> Iterator[dict[str, Any]]:
+def _events(sim: Timeline, pid: int) -> Iterator[dict[str, Any]]:
+    spans = sim.spans()
+    for event in (*_names(sim), *map(_action, spans), *_flows(sim, spans, f"{pid}."), *_counters(sim)):
+        yield {**event, "pid": pid}
+
+
+def _names(sim: Timeline) -> Iterator[dict[str, Any]]:
     def name(kind: str, tid: int, value: str | int) -> dict[str, Any]:
         key = "sort_index" if kind.endswith("sort_index") else "name"
-        return {"ph": "M", "name": kind, "pid": PID, "tid": tid, "args": {key: value}}
+        return {"ph": "M", "name": kind, "tid": tid, "args": {key: value}}
 
     yield name("process_name", 0, heading(sim))
     for rank in range(sim.schedule.stages):
@@ -50,7 +55,6 @@ def _action(span: Span) -> dict[str, Any]:
         "ph": "X",
         "name": f"{span.op}{span.microbatch_index}",
         "cat": WORDS[span.op],
-        "pid": PID,
         "tid": span.rank,
         "ts": span.start * MICROSECONDS,
         "dur": (span.end - span.start) * MICROSECONDS,
@@ -58,26 +62,25 @@ def _action(span: Span) -> dict[str, Any]:
     }
 
 
-def _flows(sim: Simulation, spans: list[Span]) -> Iterator[dict[str, Any]]:
+def _flows(sim: Timeline, spans: list[Span], prefix: str) -> Iterator[dict[str, Any]]:
     """Two events per transfer: one within the action that sends, one at the start of the action that receives."""
     kinds = {"F": "F", "B": "B", "I": "B"}
     places = {(kinds[s.op], s.stage, s.microbatch_index): s for s in spans if s.op in kinds}
     for index, sent in enumerate(sim.transfers()):
         source = places[sent.op, sent.stage, sent.microbatch_index]
         target = places[sent.op, sent.stage + (1 if sent.op == "F" else -1), sent.microbatch_index]
-        shared = {"name": "transfer", "cat": "transfer", "id": index, "pid": PID}
+        shared = {"name": "transfer", "cat": "transfer", "id": f"{prefix}{index}"}
         middle = (source.start + source.end) / 2  # a viewer ties a flow to the action that is open at its time
         yield {**shared, "ph": "s", "tid": sent.source, "ts": middle * MICROSECONDS}
         yield {**shared, "ph": "f", "bp": "e", "tid": sent.target, "ts": target.start * MICROSECONDS}
 
 
-def _counters(sim: Simulation) -> Iterator[dict[str, Any]]:
+def _counters(sim: Timeline) -> Iterator[dict[str, Any]]:
     for rank in range(sim.schedule.stages):
         for time, held in sim.in_flight(rank):
             yield {
                 "ph": "C",
                 "name": f"activations in flight, rank {rank}",
-                "pid": PID,
                 "tid": rank,
                 "ts": time * MICROSECONDS,
                 "args": {"held": held},

@@ -2,217 +2,146 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from ..data.groups import groups
-from ..distributed.comm import first_ranks, gathered, wrapped
-from ..distributed.traffic import watched
-from ..errors import PeerLostError
+from ..distributed.comm import first_ranks, gathered
+from ..distributed.worlds import in_worlds
 from ..layout import Layout
 from ..ledger import format_hash
 from ..units import Coverage
-from ..updater import Updater
-from .problem import CLIP_NORM, COEFFICIENT, build_examples, build_model, objective
+from .observe import Observed, Options, Row, observe
+from .problem import CLIP_NORM, COEFFICIENT, build_examples
 from .reference import Reference, dtype_tolerance, gradient_error, mean_of_means, reference_update
 
-LEARNING_RATE = 0.1
 CONTROL_FACTOR = 1000.0
 SMALL_COLLECTIVES = {2, 3}
 """Counts and vote; a third only where an overlapped backward is the first to touch some parameter."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to verify: layouts are pairs of examples per microbatch and replicas.
-
-    ddp: wrap the model in DistributedDataParallel first. setup: called in every worker first; tests break the engine
-    with it.
-    """
-
-    layouts: tuple[tuple[int, int], ...]
-    num_examples: int = 13
-    examples_per_update: int = 16
-    seed: int = 0
-    dtype: torch.dtype = torch.float64
-    overlap: bool = False
-    ddp: bool = False
-    setup: Callable[[], None] | None = None
-
-
-@dataclass(frozen=True)
-class Observed:
-    """What one replica's process saw, by its own hooks and not by the engine's word."""
-
-    ids: tuple[int, ...]
-    error: tuple[float, str]
-    applied: int
-    attempted: int
-    loss: float | None
-    num_supervised_tokens: int
-    large_bytes_ratio: float
-    small_collectives: int
-    weights_hash: str
-    left_over: int
-    raised: str | None = None
+SMALL_WITH_STAGES = {4, 5}
+"""Besides these, the norm and the verdict, each summed over the ranks of a replica."""
 
 
 def verify_worker(options: Options) -> dict[str, Any]:
-    """In every worker: all layouts in order. Returns the document of `isostep verify`; rank 0's is the whole one."""
+    """In every worker: all layouts, those in one piece first. Returns the document of `isostep verify`; rank 0's is the
+    whole one.
+
+    With stages, process groups that the caller held before have ended afterwards: see `in_worlds`.
+    """
     if options.setup is not None:
         options.setup()
     examples = build_examples(options.num_examples, options.seed)
-    model = build_model(options.dtype).double()
+    model = options.model().double()
     reference = reference_update(model, examples, COEFFICIENT, CLIP_NORM)
     tolerance = dtype_tolerance(options.dtype, reference.num_tokens)
-    most = max(replicas for _, replicas in options.layouts)
-    process_groups = {replicas: first_ranks(replicas) for replicas in range(1, most + 1)}
-    reports = []
-    for examples_per_microbatch, replicas in options.layouts:
-        group = process_groups[replicas]
-        if group is None:
-            continue
-        mine = observe(options, examples, reference, examples_per_microbatch, group)
-        reports.append(_report(examples_per_microbatch, replicas, gathered(mine, group), reference, tolerance))
+
+    def report(row: Row, group: Any) -> dict[str, Any]:
+        mine = observe(options, row, examples, reference, group)
+        return _report(row, gathered(mine, group), reference, tolerance)
+
+    whole = [row for row in options.rows if row.schedule is None]
+    staged = [row for row in options.rows if row.schedule is not None]
+    process_groups = {n: first_ranks(n) for n in range(1, max((row.replicas for row in whole), default=0) + 1)}
+    reports = [report(row, group) for row in whole if (group := process_groups[row.replicas]) is not None]
+    if staged:
+        reports += in_worlds([row.ranks for row in staged], lambda i, world: report(staged[i], world))
     control, _ = gradient_error(mean_of_means(model, examples, COEFFICIENT, CLIP_NORM), reference.gradients)
     return _document(reports, reference, examples, tolerance, control)
 
 
-def observe(
-    options: Options,
-    examples: Sequence[dict[str, Tensor]],
-    reference: Reference,
-    examples_per_microbatch: int,
-    group: Any,
-) -> Observed:
-    """One update in one layout, on this replica. Errors that all replicas share are noted; a lost peer is raised."""
-    model = build_model(options.dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    updater = Updater(
-        wrapped(model, group) if options.ddp else model,
-        optimizer,
-        objective(),
-        clip_norm=CLIP_NORM,
-        overlap=options.overlap,
-        process_group=group,
-    )
-    seen: list[int] = []
-    handed_over: list[dict[str, Tensor]] = []
-    model.register_forward_pre_hook(
-        lambda _, inputs, named: seen.extend(_recognised([*inputs, *named.values()][0], examples)),
-        with_kwargs=True,
-    )
-    optimizer.register_step_pre_hook(lambda *_: handed_over.append(_gradients(model)))
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)  # left behind by somebody: no update may take it in
-    result, raised = None, None
-    with watched() as traffic:
-        for data_group in groups(
-            examples,
-            examples_per_update=options.examples_per_update,
-            examples_per_microbatch=examples_per_microbatch,
-            seed=options.seed,
-        ):
-            try:
-                result = updater.update(data_group)
-            except PeerLostError:
-                raise
-            except Exception as error:
-                raised = f"{type(error).__name__}: {error}"
-    gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    return Observed(
-        ids=tuple(seen),
-        error=gradient_error(handed_over[0], reference.gradients) if handed_over else (math.inf, ""),
-        applied=len(handed_over),
-        attempted=updater.totals.attempted,
-        loss=None if result is None else result.loss,
-        num_supervised_tokens=0 if result is None else result.counts.supervised_tokens,
-        large_bytes_ratio=traffic.large_bytes / gradient_bytes,
-        small_collectives=traffic.small_calls,
-        weights_hash=_weights_hash(model),
-        left_over=sum(p.grad is not None and bool(p.grad.any()) for p in model.parameters()),
-        raised=raised,
-    )
-
-
-def _recognised(input_ids: Tensor, examples: Sequence[dict[str, Tensor]]) -> list[int]:
-    """Ids of the examples in a padded batch, by their tokens alone; -1 for one that is none of them."""
-    found = []
-    for tokens in input_ids:
-        matches = (
-            i for i, e in enumerate(examples)
-            if torch.equal(tokens[: len(e["input_ids"])], e["input_ids"]) and not tokens[len(e["input_ids"]) :].any()
-        )  # fmt: skip
-        found.append(next(matches, -1))
-    return found
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def _weights_hash(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _report(
-    examples_per_microbatch: int,
-    replicas: int,
-    observed: Sequence[Observed],
-    reference: Reference,
-    tolerance: float,
-) -> dict[str, Any]:
-    """One entry of `layouts`, from what all replicas saw; `problems` says why it is not ok."""
+def _report(row: Row, observed: Sequence[Observed], reference: Reference, tolerance: float) -> dict[str, Any]:
+    """One entry of `layouts`, from what all ranks saw, in rank order; `problems` says why it is not ok."""
     first = observed[0]
-    num_examples = reference.num_examples
-    accumulate = Layout(examples_per_microbatch, replicas).accumulate(num_examples)
-    ids = [example_id for replica in observed for example_id in replica.ids]
+    ids = [example_id for rank in observed for example_id in rank.ids]
     worst = max((o.error for o in observed), key=lambda error: error[0])
-    loss_error = math.inf if first.loss is None else abs(first.loss - reference.loss) / abs(reference.loss)
-    wanted_ratio, wanted_small = (1.0, SMALL_COLLECTIVES) if replicas > 1 else (0.0, {0})
     problems = [f"raised: {o.raised}" for o in observed[:1] if o.raised]
-    checks = {
-        f"gradient error {worst[0]:.1e} of {worst[1]} above {tolerance:.1e}": worst[0] <= tolerance,
-        f"loss off by {loss_error:.1e}": loss_error <= tolerance,
-        "other examples went into forward": sorted(ids) == list(range(num_examples)),
-        f"supervised tokens {first.num_supervised_tokens}, not {reference.num_supervised_tokens}":
-            first.num_supervised_tokens == reference.num_supervised_tokens,
-        f"optimizer ran {[o.applied for o in observed]} times, not once": all(o.applied == 1 for o in observed),
-        f"attempted {first.attempted}, not 1": all(o.attempted == 1 for o in observed),
-        "replicas hold different weights": len({o.weights_hash for o in observed}) == 1,
-        "gradients left over after the update": not any(o.left_over for o in observed),
-        f"gradient bytes reduced {[o.large_bytes_ratio for o in observed]} times":
-            all(abs(o.large_bytes_ratio - wanted_ratio) <= 1e-9 for o in observed),
-        f"{[o.small_collectives for o in observed]} small collectives, not {sorted(wanted_small)}":
-            all(o.small_collectives in wanted_small for o in observed),
-    }  # fmt: skip
-    problems += [problem for problem, fine in checks.items() if not fine]
+    problems += _problems(observed, reference, tolerance, ids, worst)
+    problems += _problems_of_traffic(row, observed)
+    accumulate = Layout(row.examples_per_microbatch, row.replicas).accumulate(reference.num_examples)
     return {
         "layout": {
-            "examples_per_microbatch": examples_per_microbatch,
+            "examples_per_microbatch": row.examples_per_microbatch,
             "accumulate": accumulate,
-            "replicas": replicas,
+            "replicas": row.replicas,
+            "stages": row.stages,
+            "schedule": row.schedule,
         },
         "gradient_error": {"max": worst[0], "parameter": worst[1]},
+        "gradient_norm": first.norm,
         "loss": first.loss,
         "ids_hash": format_hash(Coverage.of(ids)),
         "num_examples": len(ids),
         "num_supervised_tokens": first.num_supervised_tokens,
-        "reduced_bytes_ratio": max(o.large_bytes_ratio for o in observed),
+        "reduced_bytes_ratio": max(_ratio(o, n) for o, n in zip(observed, _to_reduce(row, observed), strict=True)),
         "attempted": first.attempted,
         "applied": max(o.applied for o in observed),
         "ok": not problems,
         "problems": problems,
     }
+
+
+def _problems(
+    observed: Sequence[Observed], reference: Reference, tolerance: float, ids: Sequence[int], worst: tuple[float, str]
+) -> list[str]:
+    """What is wrong with the update, a line each."""
+    loss_error = max(_relative(o.loss, reference.loss) for o in observed)
+    norm_error = max(_relative(o.norm, reference.norm) for o in observed)
+    tokens = {o.num_supervised_tokens for o in observed}
+    weights: dict[str, set[str]] = {}
+    for rank in observed:
+        for name, (weights_hash, _) in rank.parameters.items():
+            weights.setdefault(name, set()).add(weights_hash)
+    checks = {
+        f"gradient error {worst[0]:.1e} of {worst[1]} above {tolerance:.1e}": worst[0] <= tolerance,
+        f"norm off by {norm_error:.1e}": norm_error <= tolerance,
+        f"loss off by {loss_error:.1e}": loss_error <= tolerance,
+        "other examples went into forward": sorted(ids) == list(range(reference.num_examples)),
+        f"supervised tokens {sorted(tokens)}, not {reference.num_supervised_tokens}":
+            tokens == {reference.num_supervised_tokens},
+        f"optimizer ran {[o.applied for o in observed]} times, not once": all(o.applied == 1 for o in observed),
+        f"attempted {[o.attempted for o in observed]}, not 1": all(o.attempted == 1 for o in observed),
+        "some parameters are held by nobody": weights.keys() == reference.gradients.keys(),
+        "replicas, or holders of one parameter, have different weights": all(len(w) == 1 for w in weights.values()),
+        "gradients left over after the update": not any(o.left_over for o in observed),
+    }  # fmt: skip
+    return [problem for problem, fine in checks.items() if not fine]
+
+
+def _problems_of_traffic(row: Row, observed: Sequence[Observed]) -> list[str]:
+    """What is wrong with what went over the wire, a line each."""
+    wanted, sent = _to_reduce(row, observed), [o.large_bytes for o in observed]
+    problems = []
+    if sent != wanted:
+        problems.append(f"gradient bytes reduced {sent}, not {wanted}")
+    small, counts = [o.small_collectives for o in observed], {0}
+    if row.ranks > 1:
+        counts = SMALL_COLLECTIVES if row.schedule is None else SMALL_WITH_STAGES
+    if not counts.issuperset(small):
+        problems.append(f"{small} small collectives, not {sorted(counts)}")
+    return problems
+
+
+def _to_reduce(row: Row, observed: Sequence[Observed]) -> list[int]:
+    """Bytes that each rank has to reduce: its own gradients over the replicas, where there are several, and those of
+    parameters that other ranks of its replica hold too, over these.
+    """
+    wanted = []
+    for rank, mine in enumerate(observed):
+        start = rank - rank % row.stages
+        others = [o for o in observed[start : start + row.stages] if o is not mine]
+        own = sum(nbytes for _, nbytes in mine.parameters.values())
+        tied = sum(n for name, (_, n) in mine.parameters.items() if any(name in o.parameters for o in others))
+        wanted.append((own if row.replicas > 1 else 0) + tied)
+    return wanted
+
+
+def _ratio(observed: Observed, wanted: int) -> float:
+    """Bytes that were reduced, of those wanted; of all that this rank holds where none were."""
+    return observed.large_bytes / (wanted or sum(nbytes for _, nbytes in observed.parameters.values()))
+
+
+def _relative(value: float | None, reference: float) -> float:
+    return math.inf if value is None else abs(value - reference) / abs(reference)
 
 
 def _document(
@@ -230,6 +159,7 @@ def _document(
         "reference": {
             "ids_hash": format_hash(Coverage.of(range(len(examples)))),
             "loss": reference.loss,
+            "gradient_norm": reference.norm,
             "num_supervised_tokens": reference.num_supervised_tokens,
         },
         "layouts": reports,

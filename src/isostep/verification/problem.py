@@ -13,14 +13,26 @@ from ..objective import Batch, Outputs, Term, causal_lm, logits_of
 
 VOCAB_SIZE = 61
 LONGEST = 24
+WIDTH = 16
+DEPTH = 2
 COEFFICIENT = 0.01
 CLIP_NORM = 0.05
 NUM_WITHOUT_TARGETS = 4
 
 
-def build_model(dtype: torch.dtype) -> Decoder:
-    """The decoder that is updated: the same weights in every process."""
-    return Decoder(DecoderConfig(VOCAB_SIZE, LONGEST, width=16, depth=2, heads=2), seed=7).to(dtype)
+def build_model(dtype: torch.dtype, chunks: int = 1, tied: bool = False) -> Decoder:
+    """The decoder that is updated: the same weights in every process.
+
+    chunks: that it can be cut into, an embedding and a head being layers too. tied: the head is the embedding's matrix.
+    """
+    depth = max(DEPTH, chunks - 2)
+    config = DecoderConfig(VOCAB_SIZE, LONGEST, WIDTH, depth, heads=2, tie_embeddings=tied)
+    return Decoder(config, seed=7).to(dtype)
+
+
+def smallest_gradient(dtype: torch.dtype) -> int:
+    """Bytes of the embedding's gradient. No rank, whatever it holds of the model, reduces fewer at once."""
+    return VOCAB_SIZE * WIDTH * dtype.itemsize
 
 
 def build_examples(num_examples: int, seed: int) -> list[dict[str, Tensor]]:

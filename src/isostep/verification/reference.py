@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Reference:
-    """Gradients by parameter name after clipping, the loss, and what was counted."""
+    """Gradients by parameter name after clipping, their norm before it, the loss, and what was counted."""
 
     gradients: dict[str, Tensor]
+    norm: float
     loss: float
     num_examples: int
     num_supervised_tokens: int
@@ -44,7 +45,8 @@ def reference_update(
         part = cross_entropy / supervised + coefficient * squared / tokens
         part.backward()
         loss += part.item()
-    return Reference(_clipped(model, clip_norm), loss, len(examples), supervised, tokens)
+    gradients, norm = _clipped(model, clip_norm)
+    return Reference(gradients, norm, loss, len(examples), supervised, tokens)
 
 
 def mean_of_means(
@@ -65,14 +67,14 @@ def mean_of_means(
             cross_entropy = F.cross_entropy(logits[:-1], example["labels"][1:], ignore_index=-100, reduction="sum")
             squared = logits.logsumexp(-1).square().sum()
             ((cross_entropy / supervised + coefficient * squared / tokens) / len(pairs)).backward()
-    return _clipped(model, clip_norm)
+    return _clipped(model, clip_norm)[0]
 
 
-def _clipped(model: nn.Module, clip_norm: float) -> dict[str, Tensor]:
-    nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+def _clipped(model: nn.Module, clip_norm: float) -> tuple[dict[str, Tensor], float]:
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return gradients
+    return gradients, float(norm)
 
 
 def gradient_error(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[float, str]:
