@@ -14,7 +14,7 @@ from ..config import Config, parse_rule
 from ..data.groups import Groups, groups
 from ..data.stdlib_functions import VOCAB_SIZE
 from ..errors import InputError
-from ..grouping import Cursor
+from ..grouping import Cursor, Group
 from ..layout import ladder
 from ..learning_rate import LearningRate, learning_rate_of
 from ..memory import is_out_of_memory
@@ -124,7 +124,7 @@ class Training:
             f"decoder of {facts['parameters']:,} parameters; what {what_hash[:12]}",
             f"{len(self.train):,} examples to train on{left_out}; {len(self.validation):,} to validate",
             *ladder(self.groups.plan, self.updater.replicas, self.config.model.context_length).splitlines(),
-            *([] if self.staging is None else self.staging.text()),
+            *([] if self.staging is None else self.staging.text(self._microbatches_per_replica)),
             f"learning rate: {facts['schedule']}",
             *self._notes(),
         ]
@@ -141,18 +141,26 @@ class Training:
             yield f"note: the quality rule {rule!r} lies beyond the run's end at {end:,} {quality.axis}"
         if self.config.run.timeline and self.staging is None:
             yield "note: a timeline is of stages, of which this run has one: nothing is measured"
-        first, _ = next(self.groups.plan.walk(Cursor(), 1))
-        stages, most = self.config.layout.stages, -(-len(first.microbatches) // self.updater.replicas)
+        stages, most = self.config.layout.stages, self._microbatches_per_replica
         if most < stages:
             yield (
                 f"note: a replica has {count(most, 'microbatch')} for {stages} stages, which are busy at most "
                 f"{percent(most / (most + stages - 1))} of the time: smaller microbatches would keep them busy"
             )
-        if len(first.microbatches) < self.updater.replicas:
+        if (num_microbatches := len(self._first_group.microbatches)) < self.updater.replicas:
             yield (
-                f"note: an update has {len(first.microbatches)} microbatches for {self.updater.replicas} replicas, "
+                f"note: an update has {num_microbatches} microbatches for {self.updater.replicas} replicas, "
                 "some of which have nothing to do: smaller microbatches would keep them busy"
             )
+
+    @property
+    def _first_group(self) -> Group:
+        return next(self.groups.plan.walk(Cursor(), 1))[0]
+
+    @property
+    def _microbatches_per_replica(self) -> int:
+        """A of the first group."""
+        return -(-len(self._first_group.microbatches) // self.updater.replicas)
 
     @property
     def _parameters(self) -> Iterable[nn.Parameter]:

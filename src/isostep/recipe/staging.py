@@ -20,11 +20,14 @@ from ..distributed.comm import on_first_rank
 from ..distributed.stages import StagedModel
 from ..grouping import Cursor
 from ..layer_costs import MeasuredLayers, measure
+from ..ledger.words import mebibytes
 from ..models.decoder import Decoder
 from ..objective import Batch, causal_lm, to_device
 from ..schedule.drawing import percent
+from ..units import count
 from ..updater import AUTOCAST
 from .state import Held
+from .timeline import start_of
 
 
 @dataclass(frozen=True)
@@ -68,22 +71,25 @@ class Staging:
             "seconds": [layer.cost for layer in layers],
         }
 
-    def text(self) -> list[str]:
-        """The same for a reader, a line per stage rank."""
-        layers, bounds, ranks = self.measured.model.layers, self.model.bounds, self.model.rank_of
-        costs, parts = [0.0] * self.model.stages, [[] for _ in range(self.model.stages)]
-        for rank, (start, end) in zip(ranks, pairwise(bounds), strict=True):
-            costs[rank] += sum(layer.cost for layer in layers[start:end])
+    def text(self, num_microbatches: int) -> list[str]:
+        """The cut and what it promises for so many microbatches a replica: a line per stage rank, and one for all."""
+        layers, parts = self.measured.model.layers, [[] for _ in range(self.model.stages)]
+        for rank, (start, end) in zip(self.model.rank_of, pairwise(self.model.bounds), strict=True):
             last = f" to {layers[end - 1].name}" if end - start > 1 else ""
             parts[rank].append(f"{layers[start].name}{last}")
-        balance = sum(costs) / len(costs) / max(costs)
-        head = f"{self.model.stages} stages by measured cost, {self.model.schedule_name}"
+        order = self.model.schedule(max(1, num_microbatches))
+        predicted = start_of(self.model, self.measured).predicted(order.num_microbatches, self.measured.tokens)
+        slowest = max(predicted.busy) / (sum(predicted.busy) / self.model.stages)
+        each = zip(parts, predicted.busy, predicted.peak_memory, strict=True)
         return [
-            f"{head}: the slowest is {percent(1 / balance - 1)} above the mean",
+            f"{self.model.stages} stages, cut by measured cost: the slowest is {percent(slowest - 1)} above the mean",
             *(
-                f"  stage {rank}: {', '.join(part)}: {1000 * cost:.1f} ms a microbatch"
-                for rank, (part, cost) in enumerate(zip(parts, costs, strict=True))
+                f"  stage {rank}: {', '.join(part)}; {busy / order.num_microbatches:.1f} ms a microbatch, at most "
+                f"{mebibytes(round(memory))} of activations"
+                for rank, (part, busy, memory) in enumerate(each)
             ),
+            f"{self.model.schedule_name} of {count(order.num_microbatches, 'microbatch')}, without transfers: "
+            f"{predicted.makespan:.0f} ms an update, stages busy {percent(predicted.busy_share)}",
         ]
 
 

@@ -24,6 +24,23 @@ SVG = "timeline.svg"
 TRACE = "timeline.trace.json"
 
 
+def start_of(model: StagedModel, measured: MeasuredLayers, transfer_seconds: float = 0.0) -> Start:
+    """What a prediction is made of."""
+    return Start(
+        stages=model.stages,
+        replicas=model.replicas,
+        schedule=model.schedule_name,
+        chunks=len(model.rank_of) // model.stages,
+        boundaries=tuple(model.bounds),
+        recomputes=tuple(model.recomputes),
+        tokens=measured.tokens,
+        transfer_seconds=transfer_seconds,
+        source=measured.model.source,
+        layers=measured.model.layers,
+        kept_bytes=measured.kept_bytes,
+    )
+
+
 class TimelineWriter:
     """Records the first updates of a start of a run on every rank of a staged model, and then nothing more.
 
@@ -105,19 +122,7 @@ class TimelineWriter:
         nbytes = max((measured.boundary_bytes[cut - 1] for cut in cuts), default=0.0)
         with model.peers("timeline"):
             transfer_seconds = link_seconds(model.row, int(nbytes), self._device)
-        start = Start(
-            stages=model.stages,
-            replicas=model.replicas,
-            schedule=model.schedule_name,
-            chunks=len(model.rank_of) // model.stages,
-            boundaries=tuple(model.bounds),
-            recomputes=tuple(model.recomputes),
-            tokens=measured.tokens,
-            transfer_seconds=transfer_seconds,
-            source=measured.model.source,
-            layers=measured.model.layers,
-            kept_bytes=measured.kept_bytes,
-        )
+        start = start_of(model, measured, transfer_seconds)
         if self._rank == 0:
             cut_torn_line(self._run_dir / NAME)
             self._append(line(start))
