@@ -15,3 +15,11 @@ def pool() -> Iterator[Pool]:
     workers = Pool(MAX_REPLICAS)
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[Pool]:
+    """Two workers in a world of their own, shared by all tests: what takes all of a world may use them."""
+    workers = Pool(2)
+    yield workers
+    workers.close()

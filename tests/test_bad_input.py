@@ -294,7 +294,7 @@ CASES = [*WORKERS, *CONFIGURATION, *SIZES, *DATA, *PLACES, *RESUMES]
 """First those that mostly wait."""
 
 GRID = {
-    "worker 0 hung", "worker 1 hung", "worker killed while it starts", "silent program at the port",
+    "worker 0 hung", "worker 1 hung", "worker killed", "worker killed while it starts", "silent program at the port",
     "odd width of a head", "model larger than memory", "data of an unknown kind",
     "bad data under the launcher", "run in /proc", "ledger is a folder", "no room for weights",
     "disk too full for the ledger", "disk full under the launcher", "another model in spite of WHAT",

@@ -160,6 +160,7 @@ def _late(group: Any) -> str:
     return "applied"
 
 
+@pytest.mark.grid
 def test_late_replica_is_named_by_the_others(own_pool: Pool) -> None:
     first, second, _ = own_pool.run(3, _late)
     assert "lost replica 2" in first

@@ -25,12 +25,11 @@ Flags = Mapping[str, str]
 
 
 @pytest.fixture(scope="module")
-def worlds() -> Iterator[dict[int, Pool]]:
-    """Workers of one, two and four in a world of their own."""
-    pools = {size: Pool(size) for size in (1, 2, 4)}
-    yield pools
-    for workers in pools.values():
-        workers.close()
+def worlds(pair: Pool, pool: Pool) -> Iterator[dict[int, Pool]]:
+    """Worlds of one, two and four workers."""
+    alone = Pool(1)
+    yield {1: alone, 2: pair, 4: pool}
+    alone.close()
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +67,8 @@ def _breaking(attempted: int) -> Any:
     return replace(causal_lm, sum_fn=sum_fn)
 
 
-def flags_of(data: Path, folder: Path, stages: int = 1, **more: str) -> dict[str, str]:
-    """Keys may be given with __ for the point."""
+def flags_of(data: Path, folder: Path, stages: int = 1, /, **more: str) -> dict[str, str]:
+    """more: keys with __ for the point."""
     return {
         "run.dir": str(folder), "data.source": str(data), "model.context_length": "90", "model.width": "16",
         "model.depth": "6", "model.heads": "2", "update.examples_per_update": "8",
@@ -192,6 +191,7 @@ def test_an_error_of_all_is_saved_by_all(worlds: dict[int, Pool], data: Path, tm
     assert same_bits(folder, tmp_path / "whole")
 
 
+@pytest.mark.grid
 def test_coverage_is_proved(worlds: dict[int, Pool], data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(worlds, flags_of(data, folder, 2, run__updates="none", layout__schedule="zb-v"), 2)

@@ -42,7 +42,6 @@ GRID = [
     (Way(2, tokens(90)), Way(3, m(2)), TOKENS),
     (Way(3, m(2)), Way(1, tokens(200)), TOKENS),
 ]
-COVERING = 1
 
 
 def arguments(data: Path, folder: Path, budget: tuple[str, ...], *more: str) -> list[str]:
@@ -59,11 +58,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_data(tmp_path_factory.mktemp("data") / "examples.jsonl", 40)
 
 
+@pytest.mark.grid
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("before", "after", "budget"),
-    [pytest.param(*case, marks=[] if i < COVERING else [pytest.mark.grid]) for i, case in enumerate(GRID)],
-)
+@pytest.mark.parametrize(("before", "after", "budget"), GRID)
 def test_the_same_examples_in_every_update(
     data: Path, tmp_path: Path, before: Way, after: Way, budget: tuple[str, ...]
 ) -> None:

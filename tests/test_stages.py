@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from isostep import InputError, Updater, causal_lm, groups
+from isostep import InputError, Term, Updater, causal_lm, groups
 from isostep.distributed.pipeline import Runtime
 from isostep.distributed.stages import StagedComm, StagedModel
 from isostep.models.decoder import Decoder, DecoderConfig
@@ -48,14 +47,6 @@ def let_go(staged: StagedModel) -> None:
 
 def names_of(model: Decoder) -> dict[int, str]:
     return {id(p): name for name, p in model.named_parameters()}
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pool]:
-    """Two workers in a world of their own; `pool` has four."""
-    workers = Pool(2)
-    yield workers
-    workers.close()
 
 
 def mutate(staged: StagedModel, updater: Updater, mutant: str, patch: pytest.MonkeyPatch) -> None:
@@ -322,6 +313,52 @@ def largest(_: Any, schedule: str, room: tuple[float, float]) -> int:
 )
 def test_largest_microbatch_of_stages(pair: Pool, schedule: str, room: tuple[float, float], expected: int) -> None:
     assert pair.run(2, largest, schedule, room) == [expected] * 2
+
+
+class Turned(torch.nn.Module):
+    """What leaves it is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.linear(hidden).t().contiguous().t()
+
+
+class Shifted(torch.nn.Module):
+    """The gradient of its input is that of its output: of a sum, one number that is expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.shift
+
+
+def not_contiguous(_: Any, schedule: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Gradients of this rank's layers through stages, and in one process."""
+    torch.manual_seed(0)
+    layers = [Turned(), Turned(), Shifted(), Shifted()]
+    batches = [torch.randn(n, 3, dtype=torch.float64) for n in (2, 4)]
+    whole = torch.nn.Sequential(*copy.deepcopy(layers))
+    for batch in batches:
+        whole(batch).sum().backward()
+    staged = StagedModel(layers, stages=2, schedule=schedule, costs=[1] * 4)
+    optimizer = Kept(staged.parameters())
+    updater = Updater(staged, optimizer, Term("sum", lambda outputs, _: outputs.sum(), lambda _: torch.tensor(0.5)))
+    updater.update(batches)
+    let_go(staged)
+    first = 0 if staged.stage_rank == 0 else 2
+    expected = [p.grad for layer in whole[first : first + 2] for p in layer.parameters() if p.grad is not None]
+    return [optimizer.given[id(p)] for p in staged.parameters()], expected
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_what_is_not_contiguous_is_sent_as_it_is_meant(pair: Pool, schedule: str) -> None:
+    for gradients, expected in pair.run(2, not_contiguous, schedule):
+        assert all(torch.equal(g, e) for g, e in zip(gradients, expected, strict=True))
 
 
 class Failing(torch.nn.Module):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -29,14 +29,6 @@ from isostep.schedule.ir import Schedule
 from pool import Pool, WorkerError
 
 Patch = Callable[[pytest.MonkeyPatch], None]
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pool]:
-    """Two workers: the two stages of one replica."""
-    workers = Pool(2)
-    yield workers
-    workers.close()
 
 
 class Probe(nn.Module):
@@ -298,6 +290,7 @@ def _both_send(_: Any) -> tuple[dict[str, Any], float | None]:
 def _both_send_and_wait(group: Any) -> str:
     """The same with sends that wait until they are received."""
     own = dist.new_group(dist.get_process_group_ranks(group), timeout=timedelta(seconds=1))
+    assert isinstance(own, dist.ProcessGroup)
     try:
         dist.send(torch.zeros(MEGABYTE), 1 - dist.get_rank(group), group=own)
     except RuntimeError as error:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -42,13 +42,6 @@ from written_ledger import write, written
 
 SVG = "{http://www.w3.org/2000/svg}"
 SKEW = 5.0
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pool]:
-    workers = Pool(2)
-    yield workers
-    workers.close()
 
 
 # ------------------------------------------------------------------------------------------- a real run of two ranks

@@ -36,7 +36,7 @@ class Chunk(nn.Module):
                 hidden = recomputed(layer, hidden) if recomputes else layer(hidden)
         dtype = self._dtypes[self._next]
         self._next += 1
-        return hidden.to(dtype)
+        return hidden.to(dtype).contiguous()  # as what is sent must be
 
 
 class Shapes:

@@ -326,10 +326,16 @@ class _PendingSum:
         return values[: self._num_host], torch.tensor(values[self._num_host :], dtype=torch.float64)
 
 
-def first_ranks(replicas: int) -> dist.ProcessGroup | None:
-    """A process group of the first `replicas` ranks; None on the other ranks. Every rank of the world calls this."""
-    group = dist.new_group(list(range(replicas)))
-    return group if isinstance(group, dist.ProcessGroup) and dist.get_rank() < replicas else None
+def first_ranks(size: int) -> dist.ProcessGroup | None:
+    """A process group of the first `size` ranks; None on the other ranks. Every rank of the world calls this."""
+    return new_group(range(size))
+
+
+def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """A process group with the time limit of the world; None on the other ranks. Every rank of the world calls this."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    group = dist.new_group(list(ranks), timeout=store.timeout)
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:

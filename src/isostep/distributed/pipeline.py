@@ -49,6 +49,9 @@ class Stage(PipelineStage):
         if self.recorder is not None:
             self.recorder.begin(self.stage_index, bwd_chunk_id, "B" if full_backward else "I")
         super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **options)
+        if bwd_chunk_id in self.bwd_cache:  # what is sent to the stage before must be contiguous
+            gradients = self.bwd_cache[bwd_chunk_id]
+            self.bwd_cache[bwd_chunk_id] = tuple(None if g is None else g.contiguous() for g in gradients)
         self.after_backward()
         if self.recorder is not None:
             self.recorder.end()

@@ -25,7 +25,7 @@ from ..schedule.ir import Schedule, W
 from ..schedule.partition import partition
 from ..schedule.simulate import held_at_most
 from .chunks import Chunk, Shapes
-from .comm import ProcessGroupComm, check_plain
+from .comm import ProcessGroupComm, check_plain, new_group
 from .pipeline import Peers, Runtime, Stage
 from .reduce import GradientReducer
 from .timeline import Recorder
@@ -217,14 +217,14 @@ class StagedModel(nn.Module):
         shares with others of its replica, its index and those. Every rank makes every group, in one order.
         """
         rows = [ranks[start : start + self.stages] for start in range(0, len(ranks), self.stages)]
-        own_rows = [_new_group(row) for row in rows]
-        columns = [_new_group(ranks[rank :: self.stages]) for rank in range(self.stages)]
+        own_rows = [new_group(row) for row in rows]
+        columns = [new_group(ranks[rank :: self.stages]) for rank in range(self.stages)]
         shared = {index: sorted({self.rank_of[h] for h in p.holders}) for index, p in enumerate(self.table)}
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for row in rows:
             for holders in shared.values():
                 if len(holders) > 1 and (key := tuple(row[rank] for rank in holders)) not in groups:
-                    groups[key] = _new_group(key)
+                    groups[key] = new_group(key)
         own = rows[self.replica]
         tied = [
             (index, group)
@@ -390,13 +390,6 @@ def _table(layers: Sequence[nn.Module], bounds: Sequence[int]) -> tuple[list[Par
 
 def _placeholder(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-
-
-def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """The group, None on ranks outside of it, with the time limit of the world. Every rank of the world calls this."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    group = dist.new_group(list(ranks), timeout=store.timeout)
-    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def _first_input(batch: Batch) -> Tensor:
