@@ -35,6 +35,7 @@ bench: .venv/dev  ## prints the tables of benchmarks/README.md
 	$(BIN)/python benchmarks/audit.py
 	$(BIN)/python benchmarks/schedule.py
 	$(BIN)/python benchmarks/lab.py
+	$(BIN)/python benchmarks/pipeline.py
 
 clean:
 	rm -rf .venv .venv-peers .venv-torch-* build src/*.egg-info .pytest_cache .ruff_cache .hypothesis

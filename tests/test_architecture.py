@@ -19,7 +19,8 @@ WITHOUT_TORCH = ("", ".units", ".errors", ".cli", ".grouping", ".layout", ".ledg
                  ".ledger.sheet", ".report.text", ".report.progress", ".report.track", ".audit.verdict", ".audit.text",
                  ".audit.symptoms", ".explain.pipeline", ".explain.draw_pipeline", ".schedule.search",
                  ".schedule.simulate", ".schedule.validate", ".schedule.csv_file", ".schedule.gantt_text",
-                 ".schedule.gantt_svg", ".schedule.trace", ".schedule.layers_text", ".lab.app")  # fmt: skip
+                 ".schedule.gantt_svg", ".schedule.trace", ".schedule.layers_text", ".schedule.measured",
+                 ".schedule.timeline_file", ".report.timeline", ".lab.app")  # fmt: skip
 
 
 def _imports(path: Path) -> list[str]:
@@ -42,6 +43,13 @@ def test_only_one_folder_imports_torch_distributed() -> None:
     importing = {p for p in SOURCES if any(name.startswith("torch.distributed") for name in _imports(p))}
     assert importing, "the search finds nothing at all"
     assert {p.parent.name for p in importing} == {"distributed"}
+
+
+def test_only_one_file_imports_the_pipeline_runtime() -> None:
+    importing = {
+        p.name for p in SOURCES if any(name.startswith("torch.distributed.pipelining") for name in _imports(p))
+    }
+    assert importing == {"pipeline.py"}
 
 
 def test_reference_imports_torch_only() -> None:

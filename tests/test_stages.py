@@ -40,7 +40,7 @@ class Kept(torch.optim.SGD):
 
 def let_go(staged: StagedModel) -> None:
     """Ends the process groups of a model in a worker that lives on: each has threads of its own."""
-    del staged._stages
+    del staged._stages, staged._runtimes
     for group in (staged.row, staged.column, *{group for _, group in staged.tied}):
         dist.destroy_process_group(group)
 
@@ -54,8 +54,8 @@ def mutate(staged: StagedModel, updater: Updater, mutant: str, patch: pytest.Mon
     if mutant == "scaled by microbatches":  # torch's default
         original = Runtime.__init__
 
-        def scaling(self: Any, *args: Any) -> None:
-            original(self, *args)
+        def scaling(self: Any, *args: Any, **options: Any) -> None:
+            original(self, *args, **options)
             self.scale_grads = True
 
         patch.setattr(Runtime, "__init__", scaling)

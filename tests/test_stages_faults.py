@@ -94,7 +94,7 @@ def updated(
 
 
 def let_go(staged: StagedModel) -> None:
-    staged._stages = None
+    del staged._stages, staged._runtimes
     for group in (staged.row, staged.column, *{group for _, group in staged.tied}):
         dist.destroy_process_group(group)
 
@@ -229,8 +229,8 @@ def _labels(_: Any, shifted: bool) -> tuple[dict[str, Any], float | None]:
     """Four microbatches of one token each, whose labels weigh the outputs."""
     original = Runtime.run
 
-    def off_by_one(self: Any, inputs: Any, targets: Any, *args: Any) -> Any:
-        return original(self, inputs, targets[1:] + targets[:1], *args)
+    def off_by_one(self: Any, inputs: Any, peers: Any, loss: Any, targets: Any, *args: Any) -> Any:
+        return original(self, inputs, peers, loss, targets[1:] + targets[:1], *args)
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
         if shifted:

@@ -123,34 +123,36 @@ class _Received(_RecvInfo):
 
 
 class Runtime(_PipelineScheduleRuntime):
-    """A schedule for one number of microbatches, ready to run. Without a loss its backwards do nothing.
+    """A schedule for one number of microbatches, ready to run, any number of times. trains: its backwards run too."""
 
-    recorder: takes down when each action and each transfer of this rank begins and ends; None records nothing.
-    """
-
-    def __init__(
-        self,
-        stages: list[Stage],
-        schedule: Schedule,
-        loss: Callable[[Any, Any], Tensor] | None,
-        recorder: Recorder | None = None,
-    ) -> None:
-        super().__init__(stages, schedule.num_microbatches, loss_fn=loss, scale_grads=False)
-        self._recorder = recorder
-        for stage in stages:
-            stage.recorder = recorder
+    def __init__(self, stages: list[Stage], schedule: Schedule, *, trains: bool) -> None:
+        super().__init__(
+            stages, schedule.num_microbatches, loss_fn=(lambda *_: None) if trains else None, scale_grads=False
+        )
+        self._own_stages, self._recorder = stages, None
         rows = csv.reader(csv_file.text(schedule).splitlines())
         self._prepare_schedule_with_comms({rank: [_Action.from_str(c) for c in row] for rank, row in enumerate(rows)})
 
     def _initialize_stages(self, *_: Any, **__: Any) -> None:
         """Nothing: `Stage.prepare` has done it."""
 
-    def run(self, inputs: Sequence[Any], targets: Sequence[Any] | None, peers: Peers) -> list[Any]:
+    def run(
+        self,
+        inputs: Sequence[Any],
+        peers: Peers,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        targets: Sequence[Any] | None = None,
+        recorder: Recorder | None = None,
+    ) -> list[Any]:
         """All microbatches: what enters the first chunk, and what the loss gets beside the last chunk's output.
 
         Returns the outputs where there are no targets and this rank has the last chunk, else nothing. peers: turns a
-        broken or late transfer into the error that says who is missing. An error of a layer is raised as it was.
+        broken or late transfer into the error that says who is missing. recorder: takes down when each action and each
+        transfer of this rank begins and ends. An error of a layer is raised as it was.
         """
+        self._loss_fn, self._recorder = loss, recorder
+        for stage in self._own_stages:
+            stage.recorder = recorder
         if self._recorder is not None:
             self._recorder.start([each.numel() for each in inputs])
         with _heard(peers, self._recorder), _silent(), _as_raised():

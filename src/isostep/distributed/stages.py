@@ -107,6 +107,7 @@ class StagedModel(nn.Module):
         self.all_parameters = tuple(p if id(p) in own_parameters else _placeholder(p) for p in everything)
         """Every parameter of the whole model, each once, in order; those of other ranks on the meta device."""
         self._stages: list[Stage] | None = None
+        self._runtimes: dict[tuple[int, bool], Runtime] = {}
 
     @property
     def replicas(self) -> int:
@@ -137,6 +138,7 @@ class StagedModel(nn.Module):
         if not batches:
             return
         inputs, stages, schedule = self._begin(batches, before_forward, precision, trains=True)
+        runtime = self._runtime(schedule, trains=True)
 
         def loss_of(outputs: Any, batch: Batch) -> Tensor:
             return outputs.sum() * 0.0 if batch is _FILLER else loss(outputs, batch)
@@ -144,14 +146,14 @@ class StagedModel(nn.Module):
         for stage in stages:
             stage.after_backward = after_backward
         targets = [*batches, *[_FILLER] * (len(inputs) - len(batches))]
-        Runtime(stages, schedule, loss_of, self.recorder).run(inputs, targets, self.peers)
+        runtime.run(inputs, self.peers, loss_of, targets, self.recorder)
         for stage in stages:
             stage.clear_runtime_states()
 
     def evaluated(self, batches: Sequence[Batch], precision: Callable[[], AbstractContextManager[Any]]) -> list[Any]:
         """See `engine.Stages.evaluated`."""
         inputs, stages, schedule = self._begin(batches, lambda _: None, precision, trains=False)
-        outputs = Runtime(stages, schedule, None).run(inputs, None, self.peers)
+        outputs = self._runtime(schedule, trains=False).run(inputs, self.peers)
         for stage in stages:
             stage.clear_runtime_states()
         return outputs[: len(batches)] if self.has_last else [None] * len(batches)
@@ -179,6 +181,14 @@ class StagedModel(nn.Module):
             after_backward()
         for stage in stages:
             stage.clear_runtime_states()
+
+    def _runtime(self, schedule: Schedule, *, trains: bool) -> Runtime:
+        """One for each number of microbatches: to work out who sends what when takes longer the more there are."""
+        key = (schedule.num_microbatches, trains)
+        if key not in self._runtimes:
+            assert self._stages is not None
+            self._runtimes[key] = Runtime(self._stages, schedule, trains=trains)
+        return self._runtimes[key]
 
     def _begin(
         self,
