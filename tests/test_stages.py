@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from isostep import InputError, Term, Updater, causal_lm, groups
+from isostep import InputError, Term, Updater, causal_lm, groups, mse
 from isostep.distributed.pipeline import Runtime
 from isostep.distributed.stages import StagedComm, StagedModel
 from isostep.models.decoder import Decoder, DecoderConfig
@@ -315,50 +315,88 @@ def test_largest_microbatch_of_stages(pair: Pool, schedule: str, room: tuple[flo
     assert pair.run(2, largest, schedule, room) == [expected] * 2
 
 
-class Turned(torch.nn.Module):
+class Turned(torch.nn.Linear):
     """What leaves it is not contiguous."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(3, 3, dtype=torch.float64)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return super().forward(input).transpose(0, 1).contiguous().transpose(0, 1)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.linear(hidden).t().contiguous().t()
+
+class Viewed(torch.nn.Linear):
+    """What leaves it is a view of a tensor, as what leaves a linear layer with a bias is."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return super().forward(input)[..., :]
+
+
+class WritesOver(torch.nn.Linear):
+    """It writes over what it is given."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return super().forward(input.relu_())
 
 
 class Shifted(torch.nn.Module):
     """The gradient of its input is that of its output: of a sum, one number that is expanded."""
 
-    def __init__(self) -> None:
+    def __init__(self, *_: Any, dtype: torch.dtype) -> None:
         super().__init__()
-        self.shift = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.shift = torch.nn.Parameter(torch.ones((), dtype=dtype))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden + self.shift
 
 
-def not_contiguous(_: Any, schedule: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Gradients of this rank's layers through stages, and in one process."""
+def odd_layers(_: Any, schedule: str, kind: type[torch.nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Gradients of this rank's layers through stages, each with that of one process."""
     torch.manual_seed(0)
-    layers = [Turned(), Turned(), Shifted(), Shifted()]
-    batches = [torch.randn(n, 3, dtype=torch.float64) for n in (2, 4)]
-    whole = torch.nn.Sequential(*copy.deepcopy(layers))
+    layers = [kind(3, 3, dtype=torch.float64) for _ in range(4)]
+    batches = [torch.randn(n, 2, 3, dtype=torch.float64) for n in (2, 4)]
+    whole = copy.deepcopy(layers)
     for batch in batches:
-        whole(batch).sum().backward()
+        torch.nn.Sequential(*whole)(batch.clone()).sum().backward()
     staged = StagedModel(layers, stages=2, schedule=schedule, costs=[1] * 4)
     optimizer = Kept(staged.parameters())
     updater = Updater(staged, optimizer, Term("sum", lambda outputs, _: outputs.sum(), lambda _: torch.tensor(0.5)))
     updater.update(batches)
     let_go(staged)
-    first = 0 if staged.stage_rank == 0 else 2
-    expected = [p.grad for layer in whole[first : first + 2] for p in layer.parameters() if p.grad is not None]
-    return [optimizer.given[id(p)] for p in staged.parameters()], expected
+    pairs = []
+    for index, layer in staged.layers.items():
+        for (name, parameter), other in zip(layer.named_parameters(), whole[int(index)].parameters(), strict=True):
+            assert other.grad is not None, name
+            pairs.append((optimizer.given[id(parameter)], other.grad))
+    return pairs
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_what_is_not_contiguous_is_sent_as_it_is_meant(pair: Pool, schedule: str) -> None:
-    for gradients, expected in pair.run(2, not_contiguous, schedule):
-        assert all(torch.equal(g, e) for g, e in zip(gradients, expected, strict=True))
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("kind", [Turned, Viewed, WritesOver, Shifted])
+def test_what_layers_may_hand_on(pair: Pool, schedule: str, kind: type[torch.nn.Module]) -> None:
+    for gradients in pair.run(2, odd_layers, schedule, kind):
+        assert len(gradients) >= 2
+        assert all(torch.equal(gradient, expected) for gradient, expected in gradients)
+
+
+def refused_layers(_: Any, layers: list[torch.nn.Module]) -> str:
+    """The error of an update over such layers, one for each cost."""
+    try:
+        staged = StagedModel(layers, stages=2, costs=[1] * len(layers))
+        Updater(staged, torch.optim.SGD(staged.parameters()), mse).update([(torch.ones(2, 2), torch.ones(2))])
+    except InputError as error:
+        return str(error)
+    return "none"
+
+
+class Chosen(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return super().forward(input).argmax(-1)
+
+
+def test_layers_that_cannot_be_cut_are_refused_on_every_rank(pair: Pool) -> None:
+    linear, lookup, relu = torch.nn.Linear(2, 2), torch.nn.Embedding(2, 1), torch.nn.ReLU()
+    said = "layer 0, the last of a chunk: got torch.int64, expected floating point"
+    assert all(error.startswith(said) for error in pair.run(2, refused_layers, [Chosen(2, 2), lookup]))
+    said = "stage rank 1: got 'layers 1 to 1 without a parameter', expected one or more on every rank"
+    assert all(error.startswith(said) for error in pair.run(2, refused_layers, [linear, relu]))
 
 
 class Failing(torch.nn.Module):

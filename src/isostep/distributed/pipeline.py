@@ -208,7 +208,7 @@ def _as_raised() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if error.__cause__ is not None and "failed to run forward" in str(error):
+        if error.__cause__ is not None and "ailed to run" in str(error):
             raise error.__cause__ from None
         raise
 

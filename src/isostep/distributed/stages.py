@@ -90,13 +90,18 @@ class StagedModel(nn.Module):
         self.world = group
         self.replica, self.stage_rank = divmod(dist.get_rank(group), stages)
         self.table, everything = _table(layers, self.bounds)
+        self._check_parameters()
         self._shapes = Shapes(layers, self.bounds)
         own = [index for index, rank in enumerate(self.rank_of) if rank == self.stage_rank]
         self.layers = nn.ModuleDict(
             {str(layer): layers[layer] for index in own for layer in range(*self.bounds[index : index + 2])}
         )
         self._chunks = {
-            index: Chunk([layers[k] for k in range(*self.bounds[index : index + 2])], self.recomputes[self.stage_rank])
+            index: Chunk(
+                [layers[k] for k in range(*self.bounds[index : index + 2])],
+                self.recomputes[self.stage_rank],
+                is_last=index == len(self.rank_of) - 1,
+            )
             for index in own
         }
         self.row, self.column, self.tied = self._groups(dist.get_process_group_ranks(group))
@@ -181,6 +186,18 @@ class StagedModel(nn.Module):
             after_backward()
         for stage in stages:
             stage.clear_runtime_states()
+
+    def _check_parameters(self) -> None:
+        """Raise InputError where a rank would have nothing to train: no optimizer could be built there."""
+        holding = {self.rank_of[chunk] for parameter in self.table for chunk in parameter.holders}
+        for rank in range(self.stages):
+            if rank not in holding:
+                parts = [self.bounds[k : k + 2] for k, owner in enumerate(self.rank_of) if owner == rank]
+                layers = ", ".join(f"{start} to {end - 1}" for start, end in parts)
+                raise InputError.of(
+                    f"stage rank {rank}", f"layers {layers} without a parameter", "one or more on every rank",
+                    "take fewer stages, or give costs that cut elsewhere",
+                )  # fmt: skip
 
     def _runtime(self, schedule: Schedule, *, trains: bool) -> Runtime:
         """One for each number of microbatches: to work out who sends what when takes longer the more there are."""
