@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +275,7 @@ class Roomy(torch.nn.Module):
         self.room, self.held = room, 0
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if hidden.is_meta:
+        if not torch.is_grad_enabled():
             return self.linear(hidden)
         if self.held + len(hidden) > self.room:
             self.held = 0
@@ -376,6 +377,78 @@ def test_what_layers_may_hand_on(pair: Pool, schedule: str, kind: type[torch.nn.
         assert all(torch.equal(gradient, expected) for gradient, expected in gradients)
 
 
+class Dropped(torch.nn.Linear):
+    """Remembers its mask."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        mask = torch.nn.functional.dropout(torch.ones_like(input))
+        if torch.is_grad_enabled():
+            self.mask = mask
+        return super().forward(input * mask)
+
+
+def small_update(
+    group: Any,
+    stages: int,
+    schedule: str,
+    kind: type[torch.nn.Module],
+    dtype: torch.dtype,
+    costs: list[float],
+    **options: Any,
+) -> tuple[Any, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Loss and norm; gradients by layer and name; masks by layer. stages 0: in one piece."""
+    torch.manual_seed(0)
+    layers = [kind(8, 8, dtype=dtype) for _ in range(4)]
+    model = (
+        StagedModel(layers, stages=stages, schedule=schedule, costs=costs) if stages else torch.nn.Sequential(*layers)
+    )
+    optimizer = Kept(model.parameters())
+    term = Term("sum", lambda outputs, _: outputs.float().square().sum(), lambda batch: torch.tensor(len(batch)))
+    if not stages:
+        options |= {"process_group": group, "forward": lambda model, batch: model(batch)}
+    updater = Updater(model, optimizer, term, clip_norm=0.1, **options)
+    result = updater.update([torch.randn(n, 8).to(dtype) for n in (2, 3, 1, 2)])
+    held = (
+        dict(enumerate(layers)) if not isinstance(model, StagedModel) else {int(k): v for k, v in model.layers.items()}
+    )
+    if isinstance(model, StagedModel):
+        let_go(model)
+    gradients = {f"{k}.{n}": optimizer.given[id(p)] for k, layer in held.items() for n, p in layer.named_parameters()}
+    masks = {str(k): layer.mask for k, layer in held.items() if isinstance(layer, Dropped)}
+    return (result.loss, result.grad_norm), gradients, masks
+
+
+EVEN, ODD = [1.0] * 4, [9.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "dualpipe-v"])
+@pytest.mark.parametrize(
+    ("dtype", "options"), [(torch.bfloat16, {}), (torch.float16, {}), (torch.float32, {"precision": "bfloat16"})]
+)
+def test_low_precision_is_that_of_one_process(
+    pair: Pool, schedule: str, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """Parameters of low precision are summed beside the model, also where only a backward for weights reaches them."""
+    whole = pair.run(1, partial(small_update, **options), 0, "", torch.nn.Linear, dtype, EVEN)[0]
+    for costs in (EVEN, ODD) if schedule == "1f1b" else (EVEN,):
+        parts = pair.run(2, partial(small_update, **options), 2, schedule, torch.nn.Linear, dtype, costs)
+        assert parts[0][0] == parts[1][0] == whole[0]
+        gradients = parts[0][1] | parts[1][1]
+        assert gradients.keys() == whole[1].keys()
+        assert all(torch.equal(gradients[name], whole[1][name]) for name in gradients)
+
+
+def test_draws_are_those_of_a_layer_whatever_the_cut(pair: Pool) -> None:
+    masks = []
+    for schedule, costs in (("1f1b", EVEN), ("1f1b", ODD), ("zb-v", EVEN)):
+        parts = pair.run(2, small_update, 2, schedule, Dropped, torch.float32, costs)
+        masks.append(parts[0][2] | parts[1][2])
+    for layer in "0123":
+        assert torch.equal(masks[0][layer], masks[1][layer])
+        assert torch.equal(masks[0][layer], masks[2][layer])
+    assert not any(torch.equal(masks[0][a], masks[0][b]) for a, b in ("01", "02", "13", "23"))
+
+
 def refused_layers(_: Any, layers: list[torch.nn.Module]) -> str:
     """The error of an update over such layers, one for each cost."""
     try:
@@ -408,7 +481,7 @@ class Failing(torch.nn.Module):
         self.how, self.calls = how, 0
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.calls += not hidden.is_meta
+        self.calls += torch.is_grad_enabled()
         if self.calls == 3 and self.how == "error":
             raise ValueError("this layer has had enough")
         if self.calls == 3:

@@ -78,14 +78,15 @@ class Stages(Protocol):
     def run(
         self,
         batches: Sequence[Batch],
-        before_forward: Callable[[int], None],
+        before_layer: Callable[[int, int], None],
         precision: Callable[[], AbstractContextManager[Any]],
         loss: Callable[[Outputs, Batch], Tensor],
         after_backward: Callable[[], None],
     ) -> None:
         """Forward and backward of this replica's microbatches, in the order of the schedule.
 
-        Each is called where it is needed: before_forward(index) before a chunk's forward, which is inside precision(),
+        Each is called where it is needed: before_layer(index, layer) before the forward of a layer, counted over the
+        whole model; forwards are inside precision();
         loss(outputs, batch) behind the last chunk's forward, in microbatch order, after_backward() after a backward.
         """
         ...

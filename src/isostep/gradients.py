@@ -53,11 +53,14 @@ class GradientSums:
             p.grad = None
 
     def part(self) -> None:
-        """Give every gradient memory of its own.
+        """Take in what a backward has left on parameters that are summed beside the model: torch's backward for the
+        weights alone runs no hook. And give every gradient memory of its own.
 
         Behind views of two parameters that are added up, autograd may hand both the same storage; whatever is then
         added to one would be added to the other. Called after each backward that may have made gradients.
         """
+        for i in self._wide:
+            self._widen(i, self.parameters[i])
         if self._parted:
             return
         seen: set[int] = set()

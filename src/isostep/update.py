@@ -222,19 +222,22 @@ def run_in_stages(
         attempt.coverage += microbatch.coverage
         attempt.ids.append(microbatch.ids)
 
-    def before_forward(index: int) -> None:
-        seed_microbatch(engine, group, microbatches[index].coverage, index, purpose=FORWARD)
+    def before_layer(index: int, layer: int) -> None:
+        seed_microbatch(engine, group, microbatches[index].coverage, index, FORWARD, layer)
 
     def loss(outputs: Outputs, batch: Batch) -> Tensor:
         return weighted_loss(engine.objective, counted, outputs, batch, attempt)
 
-    stages.run(batches, before_forward, engine.precision, loss, engine.gradients.part)
+    stages.run(batches, before_layer, engine.precision, loss, engine.gradients.part)
 
 
-def seed_microbatch(engine: Engine, group: Work, coverage: Coverage, index: int, purpose: int) -> None:
-    """Seed the draws of one microbatch; see `randomness.microbatch_key`."""
+def seed_microbatch(
+    engine: Engine, group: Work, coverage: Coverage, index: int, purpose: int, layer: int | None = None
+) -> None:
+    """Seed the draws of one microbatch, or of one layer for it; see `randomness.microbatch_key`."""
     place = (group.index, engine.comm.replica, index)
-    seed_generators(engine.device, microbatch_key(engine.seed, purpose, group.epoch, coverage, place))
+    key = microbatch_key(engine.seed, purpose, group.epoch, coverage, place)
+    seed_generators(engine.device, key if layer is None else derive_key(key, layer) >> 1)
 
 
 def forward(engine: Engine, group: Work, attempt: Attempt, microbatch: Microbatch, batch: Batch, index: int) -> Outputs:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import InputError
 from ..randomness import preserved
@@ -19,17 +21,21 @@ IN_PLACE = "leaf Variable that requires grad"
 
 
 class Chunk(nn.Module):
-    """Consecutive layers, run with the draws and the precision of the update. is_last: what leaves it is not sent."""
+    """Consecutive layers by their index, run with the draws and the precision of the update.
 
-    def __init__(self, layers: Sequence[nn.Module], recomputes: bool, is_last: bool) -> None:
+    is_last: what leaves it is not sent.
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module], recomputes: bool, is_last: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.ModuleList(layers.values())
+        self._indices = list(layers)
         self._recomputes, self._is_last, self._writes = recomputes, is_last, False
-        self.begin(lambda _: None, None, [])
+        self.begin(lambda *_: None, None, [])
 
-    def begin(self, before_forward: Callable[[int], None], precision: Any, dtypes: Sequence[torch.dtype]) -> None:
+    def begin(self, before_layer: Callable[[int, int], None], precision: Any, dtypes: Sequence[torch.dtype]) -> None:
         """Start a group. dtypes: of what leaves this chunk, by microbatch."""
-        self._before_forward, self._precision, self._dtypes, self._next = before_forward, precision, dtypes, 0
+        self._before_layer, self._precision, self._dtypes, self._next = before_layer, precision, dtypes, 0
 
     def forward(self, hidden: Tensor) -> Tensor:
         try:
@@ -46,35 +52,40 @@ class Chunk(nn.Module):
         return outputs.clone(memory_format=torch.contiguous_format)  # as what is sent must be, and no view
 
     def _run(self, hidden: Tensor) -> Tensor:
-        self._before_forward(self._next)
         hidden = hidden.clone() if self._writes else hidden
         with self._precision():
             recomputes = self._recomputes and torch.is_grad_enabled()
-            for layer in self.layers:
+            for index, layer in zip(self._indices, self.layers, strict=True):
+                self._before_layer(self._next, index)
                 hidden = recomputed(layer, hidden) if recomputes else layer(hidden)
         return hidden
 
 
 class Shapes:
-    """What each chunk takes and gives, found by running the layers on the meta device."""
+    """What each chunk takes and gives, found by running the layers on tensors without data."""
 
     def __init__(self, layers: Sequence[nn.Module], bounds: Sequence[int]) -> None:
+        self._device = next((p.device for layer in layers for p in layer.parameters()), torch.device("cpu"))
         self._layers = [copy.deepcopy(layer).to("meta").eval() for layer in layers]
         self._bounds = bounds
-        self._known: dict[Shape, list[Shape]] = {}
+        self._known: dict[Any, list[Shape]] = {}
 
-    def of(self, entering: Tensor) -> list[Shape]:
+    def of(self, entering: Tensor, precision: Callable[[], AbstractContextManager[Any]]) -> list[Shape]:
         """Shape and dtype at the start of each chunk and at the end of the last, for one microbatch."""
-        key = (tuple(entering.shape), entering.dtype)
-        if key not in self._known:
-            with torch.no_grad(), preserved(torch.device("cpu")):
-                self._known[key] = self._found(torch.empty(key[0], dtype=key[1], device="meta"))
+        kind = self._device.type
+        with precision():
+            key = (entering.shape, entering.dtype, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            if key not in self._known:
+                mode = FakeTensorMode(allow_non_fake_inputs=True)
+                with torch.no_grad(), preserved(torch.device("cpu")), mode:
+                    self._known[key] = self._found(torch.empty_like(entering, device=self._device))
         return self._known[key]
 
     def _found(self, hidden: Any) -> list[Shape]:
         shapes = [(tuple(hidden.shape), hidden.dtype)]
         for index, layer in enumerate(self._layers, start=1):
-            hidden = layer(hidden)
+            state = {name: torch.empty_like(t, device=self._device) for name, t in _tensors(layer)}
+            hidden = torch.func.functional_call(layer, state, (hidden,))
             if not isinstance(hidden, Tensor):
                 raise InputError.of(
                     f"layer {index - 1}", type(hidden).__name__, "one tensor", "return what the next layer takes"
@@ -87,3 +98,8 @@ class Shapes:
             if index in self._bounds:
                 shapes.append((tuple(hidden.shape), hidden.dtype))
         return shapes
+
+
+def _tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from layer.named_parameters()
+    yield from layer.named_buffers()

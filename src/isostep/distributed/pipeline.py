@@ -49,9 +49,9 @@ class Stage(PipelineStage):
         if self.recorder is not None:
             self.recorder.begin(self.stage_index, bwd_chunk_id, "B" if full_backward else "I")
         super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **options)
-        if bwd_chunk_id in self.bwd_cache:  # what is sent to the stage before must be contiguous
+        if bwd_chunk_id in self.bwd_cache:
             gradients = self.bwd_cache[bwd_chunk_id]
-            self.bwd_cache[bwd_chunk_id] = tuple(None if g is None else g.contiguous() for g in gradients)
+            self.bwd_cache[bwd_chunk_id] = tuple(None if g is None else _to_send(g, full_backward) for g in gradients)
         self.after_backward()
         if self.recorder is not None:
             self.recorder.end()
@@ -211,6 +211,13 @@ def _as_raised() -> Iterator[None]:
         if error.__cause__ is not None and "ailed to run" in str(error):
             raise error.__cause__ from None
         raise
+
+
+def _to_send(gradient: Tensor, full_backward: bool) -> Tensor:
+    """Contiguous, and memory of its own: a backward for the weights may hand the same tensor to a parameter, to which
+    later ones are added while it is on its way.
+    """
+    return gradient.contiguous() if full_backward else gradient.clone(memory_format=torch.contiguous_format)
 
 
 def _meta(shape: Shape, grad: bool) -> Any:

@@ -98,7 +98,7 @@ class StagedModel(nn.Module):
         )
         self._chunks = {
             index: Chunk(
-                [layers[k] for k in range(*self.bounds[index : index + 2])],
+                {k: layers[k] for k in range(*self.bounds[index : index + 2])},
                 self.recomputes[self.stage_rank],
                 is_last=index == len(self.rank_of) - 1,
             )
@@ -134,7 +134,7 @@ class StagedModel(nn.Module):
     def run(
         self,
         batches: Sequence[Batch],
-        before_forward: Callable[[int], None],
+        before_layer: Callable[[int, int], None],
         precision: Callable[[], AbstractContextManager[Any]],
         loss: Callable[[Any, Batch], Tensor],
         after_backward: Callable[[], None],
@@ -142,7 +142,7 @@ class StagedModel(nn.Module):
         """See `engine.Stages.run`."""
         if not batches:
             return
-        inputs, stages, schedule = self._begin(batches, before_forward, precision, trains=True)
+        inputs, stages, schedule = self._begin(batches, before_layer, precision, trains=True)
         runtime = self._runtime(schedule, trains=True)
 
         def loss_of(outputs: Any, batch: Batch) -> Tensor:
@@ -157,7 +157,7 @@ class StagedModel(nn.Module):
 
     def evaluated(self, batches: Sequence[Batch], precision: Callable[[], AbstractContextManager[Any]]) -> list[Any]:
         """See `engine.Stages.evaluated`."""
-        inputs, stages, schedule = self._begin(batches, lambda _: None, precision, trains=False)
+        inputs, stages, schedule = self._begin(batches, lambda *_: None, precision, trains=False)
         outputs = self._runtime(schedule, trains=False).run(inputs, self.peers)
         for stage in stages:
             stage.clear_runtime_states()
@@ -171,11 +171,11 @@ class StagedModel(nn.Module):
         after_backward: Callable[[], None],
     ) -> None:
         """See `engine.Stages.alone`."""
-        inputs, stages, schedule = self._begin(batches, lambda _: None, precision, trains=True)
+        inputs, stages, schedule = self._begin(batches, lambda *_: None, precision, trains=True)
         runs = ((index, k) for k in range(len(inputs)) for index in self._chunks)
         held = []
         for index, k in islice(runs, held_at_most(schedule, self.stage_rank)):
-            shape, dtype = self._shapes.of(inputs[k])[index]
+            shape, dtype = self._shapes.of(inputs[k], precision)[index]
             blank = torch.zeros(shape, dtype=dtype, device=inputs[k].device, requires_grad=dtype.is_floating_point)
             outputs = self._chunks[index](inputs[k] if index == 0 else blank)
             if index == len(self.rank_of) - 1:
@@ -210,7 +210,7 @@ class StagedModel(nn.Module):
     def _begin(
         self,
         batches: Sequence[Batch],
-        before_forward: Callable[[int], None],
+        before_layer: Callable[[int, int], None],
         precision: Callable[[], AbstractContextManager[Any]],
         *,
         trains: bool,
@@ -219,11 +219,11 @@ class StagedModel(nn.Module):
         schedule = self.schedule(len(batches))
         filler = schedule.num_microbatches - len(batches)
         inputs = [self.inputs(batch) for batch in (*batches, *[batches[-1]] * filler)]
-        shapes = [self._shapes.of(each) for each in inputs]
+        shapes = [self._shapes.of(each, precision) for each in inputs]
 
-        def before(index: int) -> None:
+        def before(index: int, layer: int) -> None:
             if index < len(batches):
-                before_forward(index)
+                before_layer(index, layer)
 
         for index, chunk in self._chunks.items():
             chunk.begin(before, precision, [each[index + 1][1] for each in shapes])
@@ -331,6 +331,8 @@ class StagedComm(ProcessGroupComm):
     def _broadcast(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         with self._peers("start"), torch.no_grad():
             for tensor in tensors:
+                if 0 in tensor.stride():  # an expanded tensor is a constant
+                    continue
                 raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
                 dist.broadcast(raw, dist.get_global_rank(group, 0), group=group)
                 tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
