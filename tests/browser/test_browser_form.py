@@ -12,7 +12,11 @@ from chromium import DESKTOP, EXECUTABLE, MISSING, PHONE, looking
 from lab_server import Running
 from page import expected, settle, shown, unfold
 
-pytestmark = [pytest.mark.browser, pytest.mark.skipif(EXECUTABLE is None, reason=MISSING)]
+pytestmark = [
+    pytest.mark.grid,
+    pytest.mark.browser,
+    pytest.mark.skipif(EXECUTABLE is None, reason=MISSING),
+]
 
 
 def drag(page: Page, label: str, values: list[int]) -> None:
