@@ -114,7 +114,7 @@ def fit_microbatches(training: Training, manifest: dict[str, Any] | None, how: d
         training.examples_per_microbatch = manifest["examples_per_microbatch"]
         return
     size = training.config.update.examples_per_update or len(training.train)
-    at_most = -(-size // training.updater.replicas)
+    at_most = -(-size // (training.updater.replicas * training.config.layout.stages))  # a microbatch for each stage
     training.examples_per_microbatch = training.updater.largest_microbatch(training.train, at_most=at_most)
 
 
@@ -300,6 +300,8 @@ class Run:
         try:
             result = self.updater.evaluate(training.validation, examples_per_microbatch=before, model=training.judged)
         except OutOfMemoryError as error:
+            if self.stages > 1:  # the others wait in the middle of it
+                raise
             self.reporter.say(f"validation left out, training goes on: {error}")
             self.record_out_of_memory("evaluation", before, 1)
             self.evaluation_size = 1

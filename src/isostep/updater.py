@@ -98,12 +98,16 @@ class Updater:
             raise InputError.of("clip_norm", clip_norm, "a finite number above 0", "leave it out not to clip")
         if precision not in AUTOCAST:
             raise InputError.of("precision", precision, f"one of {', '.join(AUTOCAST)}", "choose one")
+        if isinstance(getattr(model, "_orig_mod", None), StagedModel):
+            raise InputError.of("model", "a compiled StagedModel", "a plain one", "compile its layers instead")
         staged = model if isinstance(model, StagedModel) else None
         if staged is None:
             module, comm = connect(model, process_group)
             inspect(module).raise_if_refused([allow] if isinstance(allow, str) else allow)
             parameters = list(module.parameters())
         else:
+            if forward is not call_model:
+                raise InputError.of("forward", forward, "none beside a StagedModel", "give the StagedModel `inputs`")
             module, comm = staged, connect_stages(staged)
             parameters = list(staged.all_parameters)
         optimizers = _listed(optimizer)

@@ -14,6 +14,7 @@ from ..errors import InputError, IsostepError
 from ..ledger import CheckpointAnnounced
 from ..ledger.sheet import read_run, sheet
 from ..ledger.sheet_text import sheet_text
+from ..schedule.generate import generate
 
 EPILOG = """example:
   isostep train --procs 2 --run-dir runs/first
@@ -58,6 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = with_workers(load(args.config, flags_of(args)), args.procs)
+    check_stages(config)
 
     from ..distributed.launch import check_world, launched_rank, run_workers
     from ..train import train_worker
@@ -104,6 +106,18 @@ def flags_of(args: argparse.Namespace) -> dict[str, str]:
     if args.timeline:
         given["run.timeline"] = "true"
     return {key: given[key] for key, _ in keys() if given[key] is not None}
+
+
+def check_stages(config: Config) -> None:
+    """Raise InputError for stages that no schedule or decoder of this size has, before anything is started."""
+    layout = config.layout
+    if layout.stages == 1:
+        return
+    order = generate(layout.schedule, layout.stages, 2 * layout.stages, layout.chunks)
+    if order.num_chunks > config.model.depth + 2:
+        got = f"{layout.stages} x {order.chunks} chunks"
+        expected = f"at most {config.model.depth + 2}: embedding, head and [model] depth {config.model.depth}"
+        raise InputError.of("layout.stages", got, expected, "take fewer stages or chunks, or a deeper model")
 
 
 def with_workers(config: Config, procs: int | None) -> Config:

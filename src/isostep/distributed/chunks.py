@@ -85,7 +85,15 @@ class Shapes:
         shapes = [(tuple(hidden.shape), hidden.dtype)]
         for index, layer in enumerate(self._layers, start=1):
             state = {name: torch.empty_like(t, device=self._device) for name, t in _tensors(layer)}
-            hidden = torch.func.functional_call(layer, state, (hidden,))
+            try:
+                hidden = torch.func.functional_call(layer, state, (hidden,))
+            except Exception as error:
+                said = str(error).strip().partition("\n")[0][:200]
+                raise InputError.of(
+                    f"layer {index - 1}", f"{type(error).__name__}: {said}",
+                    "a layer that takes what the one before returns, and that runs on tensors without data",
+                    "mend it; shapes between stages are found so",
+                ) from error  # fmt: skip
             if not isinstance(hidden, Tensor):
                 raise InputError.of(
                     f"layer {index - 1}", type(hidden).__name__, "one tensor", "return what the next layer takes"

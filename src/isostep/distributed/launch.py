@@ -74,12 +74,14 @@ def run_workers(procs: int, worker: Worker, *args: Any, timeout: float, patience
 
     Under a launcher this process joins that launcher's world instead and returns its own worker's result. `timeout`,
     in seconds, bounds every collective; `patience`, in seconds, the time that workers have to end after a signal.
-    worker and args must be picklable, and so must the result.
+    worker and args must be picklable, and so must the result. Each worker has OMP_NUM_THREADS threads, or, where that
+    is not set, its share of the processors.
     An error of a worker is raised here, in one line, after all workers have ended.
     """
     if launched_rank() is not None:
         return _in_process_group(worker, args, timeout, threads=None)
-    threads = max(1, (os.cpu_count() or 1) // procs)
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(wanted) if wanted.isdecimal() and int(wanted) else max(1, (os.cpu_count() or 1) // procs)
     with tempfile.TemporaryDirectory(prefix="isostep-") as folder:
         return _launch(procs, _guarded, (worker, args, timeout, threads, folder), Path(folder), patience)[0]
 

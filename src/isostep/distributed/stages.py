@@ -87,6 +87,8 @@ class StagedModel(nn.Module):
         self.rank_of = order.rank_of
         self.bounds = _cut(layers, len(self.rank_of), costs)
         self.inputs = inputs or _first_input
+        if not callable(self.inputs):
+            raise InputError.of("inputs", inputs, "a function of a batch", "let it return what enters the first layer")
         self.world = group
         self.replica, self.stage_rank = divmod(dist.get_rank(group), stages)
         self.table, everything = _table(layers, self.bounds)
@@ -219,6 +221,9 @@ class StagedModel(nn.Module):
         schedule = self.schedule(len(batches))
         filler = schedule.num_microbatches - len(batches)
         inputs = [self.inputs(batch) for batch in (*batches, *[batches[-1]] * filler)]
+        for each in inputs:
+            if not isinstance(each, Tensor):
+                raise InputError.of("inputs", type(each).__name__, "one tensor", "return what enters the first layer")
         shapes = [self._shapes.of(each, precision) for each in inputs]
 
         def before(index: int, layer: int) -> None:
@@ -318,9 +323,11 @@ class StagedComm(ProcessGroupComm):
         reports = self.gather((described, staged.bounds, staged.schedule_name, uuid4().hex))
         self._lost = f"isostep/lost/{reports[0][-1]}"
         for rank, (other, *rest) in enumerate(reports):
-            if other != described or rest[:2] != [staged.bounds, staged.schedule_name]:
+            own: list[Any] = [*described, staged.bounds, staged.schedule_name]
+            theirs = [*other, *rest[:2]]
+            if odd := [pair for pair in zip(theirs, own, strict=False) if pair[0] != pair[1]]:
                 raise InputError.of(
-                    f"model of {self.name(self.rank)} against {self.name(rank)}", rest[:2],
+                    f"model of {self.name(rank)} beside {self.name(self.rank)}", " for ".join(map(str, odd[0])),
                     "the same layers, cuts and schedule on every rank", "build the same model everywhere",
                 )  # fmt: skip
         tensors = [*staged.parameters(), *staged.buffers()]

@@ -21,7 +21,6 @@ from ..memory import is_out_of_memory
 from ..models.decoder import Decoder, DecoderConfig
 from ..objective import causal_lm
 from ..optimizers import build_optimizers, set_learning_rate
-from ..schedule.drawing import percent
 from ..units import count
 from ..updater import Updater
 from .staging import Staging, sample, stage
@@ -144,8 +143,8 @@ class Training:
         stages, most = self.config.layout.stages, self._microbatches_per_replica
         if most < stages:
             yield (
-                f"note: a replica has {count(most, 'microbatch')} for {stages} stages, which are busy at most "
-                f"{percent(most / (most + stages - 1))} of the time: smaller microbatches would keep them busy"
+                f"note: a replica has {count(most, 'microbatch')} for {stages} stages: smaller microbatches would keep "
+                "them busy"
             )
         if (num_microbatches := len(self._first_group.microbatches)) < self.updater.replicas:
             yield (
