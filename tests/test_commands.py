@@ -53,6 +53,7 @@ def test_verify_json_alone_on_stdout() -> None:
     assert json.loads(finished.stdout)["passed"] is True
 
 
+@pytest.mark.grid
 def test_verify_undertorchrun() -> None:
     """The same command joins workers that a launcher has started."""
     finished = torchrun("verify", "--procs", "2", "--examples-per-microbatch", "3")

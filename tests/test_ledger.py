@@ -301,6 +301,7 @@ def test_an_append_after_close_is_an_error(tmp_path: Path) -> None:
         ledger.append(update_done(1))
 
 
+@pytest.mark.grid
 def test_a_crash_at_every_byte_keeps_the_whole_lines(tmp_path: Path) -> None:
     path, cut = tmp_path / "ledger.jsonl", tmp_path / "cut.jsonl"
     write(path, one_of_each())

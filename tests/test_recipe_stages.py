@@ -85,7 +85,9 @@ OPTIONS: dict[str, dict[str, str]] = {
     "float16": {"precision__dtype": "float16"},
 }
 CASES = [
-    ("1f1b", "plain"), ("zb-h1", "muon"), ("zb-v", "recomputed"), ("interleaved-1f1b", "float16"), ("gpipe", "bfloat16")
+    ("1f1b", "plain"), ("zb-h1", "muon"), ("zb-v", "recomputed"),
+    pytest.param("interleaved-1f1b", "float16", marks=pytest.mark.grid),
+    pytest.param("gpipe", "bfloat16", marks=pytest.mark.grid),
 ]  # fmt: skip
 
 

@@ -421,7 +421,10 @@ def small_update(
 EVEN, ODD = [1.0] * 4, [9.0, 1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "dualpipe-v"])
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param("1f1b", marks=pytest.mark.grid), "zb-h1", pytest.param("dualpipe-v", marks=pytest.mark.grid)],
+)
 @pytest.mark.parametrize(
     ("dtype", "options"), [(torch.bfloat16, {}), (torch.float16, {}), (torch.float32, {"precision": "bfloat16"})]
 )

@@ -102,8 +102,9 @@ def test_train_under_torchrun_gives_the_same_run(small_run: tuple[Path, str], tm
 # ------------------------------------------------------------------------------------------------ stop and resume
 
 
+@pytest.mark.grid
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("everybody", [True, pytest.param(False, marks=pytest.mark.grid)])
+@pytest.mark.parametrize("everybody", [True, False])
 def test_a_signal_saves_and_the_same_command_resumes(
     small_run: tuple[Path, str], tmp_path: Path, everybody: bool
 ) -> None:
