@@ -28,7 +28,7 @@ from isostep.distributed.checkpoint import manifest_of
 from isostep.grouping import GroupPlan
 from isostep.ledger import CheckpointAnnounced, Resumed, RunEnded, prove_coverage
 
-EXAMPLES, PER_UPDATE, EPOCHS, UPDATES = 60, 4, 7, 100
+EXAMPLES, PER_UPDATE, EPOCHS, UPDATES = 60, 4, 12, 160
 """The limit on updates lies within the last epoch."""
 
 
